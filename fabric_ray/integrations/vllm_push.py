@@ -307,7 +307,7 @@ class _Calls(CollectiveCalls):
         timeout: float,
     ) -> list[Any]:
         failed: Exception | None = None
-        if function is phases.target_quiesce and args[0][2] == "commit":
+        if function is phases.target_quiesce and args[0][3] == "commit":
             self._push._quiesce()
         if function is phases.target_commit:
             _, session, version = args[0]

@@ -270,8 +270,8 @@ def _prepared(model: torch.nn.Module, reload: Reload) -> Iterator[dict[str, torc
     """The model's parameters as its loader fills them, by name; restored at the end."""
     layerwise = framework(f"{RELOAD}.layerwise", "vllm")
     utils = framework(f"{RELOAD}.utils", "vllm")
-    reload.begin()
     try:
+        reload.begin()
         targets = {}
         for path, layer in model.named_modules():
             for name, tensor in utils.get_layer_tensors(layer).items():

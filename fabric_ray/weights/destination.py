@@ -186,25 +186,24 @@ class _ForwardGuard:
         check: raises if the module can't be used.
     """
 
-    def __init__(self, gate: ReaderGate | None, check: Callable[[], None] | None) -> None:
+    def __init__(self, gate: ReaderGate | None, check: Callable[[], None]) -> None:
         self._gate = gate
         self._check = check
 
     def before(self, *_: Any) -> None:
         if self._gate is None:
             return
-        reading = Reading(self._gate, lambda _: {}, "a forward pass", _module_call())
+        where, call = "a forward pass", _module_call()
+        reading = Reading(self._gate, lambda _: {}, self._check, where, call)
         reading.name_thread()
         self._gate.enter(reading)
-        if self._check is not None:
-            self._check()
 
     def after(self, *_: Any) -> None:
         if self._gate is not None:
             self._gate.leave_call(_module_call())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ForwardGuard, (None, None)
+        return _ForwardGuard, (None, bool)
 
 
 def _module_call() -> FrameType:

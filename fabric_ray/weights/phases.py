@@ -84,8 +84,10 @@ def target_set_inbound(_: Any, name: str, session: str, inbound: InboundPlan) ->
         return target.set_inbound(inbound)
 
 
-def target_pass_on(_: Any, name: str, session: str, to: list[PushTarget], timeout: float) -> None:
-    with _changing(name, session) as target:
+def target_pass_on(
+    _: Any, name: str, session: str, serial: int, to: list[PushTarget], timeout: float
+) -> None:
+    with _changing(name, session, serial) as target:
         target.pass_on(to, timeout=timeout)
 
 
@@ -95,8 +97,8 @@ def target_give(
     return _target(name, session).give(push_target, version, timeout=timeout)
 
 
-def target_begin(_: Any, name: str, session: str) -> None:
-    with _changing(name, session) as target:
+def target_begin(_: Any, name: str, session: str, serial: int) -> None:
+    with _changing(name, session, serial) as target:
         target.begin()
 
 
@@ -104,19 +106,24 @@ def target_confirm(
     _: Any,
     name: str,
     session: str,
+    serial: int,
     version: int,
     timeout: float,
     digest: int | None,
     changes: Arrival | None = None,
 ) -> Confirmed:
     target = _target(name, session)
-    return target.confirm(version, timeout=timeout, digest=digest, changes=changes)
+    return target.confirm(version, timeout=timeout, digest=digest, changes=changes, serial=serial)
 
 
 def target_quiesce(
-    _: Any, name: str, session: str, before: Literal["write", "commit"], seconds: float
+    _: Any, name: str, session: str, serial: int, before: Literal["write", "commit"], seconds: float
 ) -> tuple[str, ...]:
-    return _target(name, session).quiesce(before, seconds)
+    target = TARGETS.get(name)
+    with target.calls_lock.between_calls():
+        # After the abort, no call would open the gate again.
+        target.check_current(session, serial)
+        return target.quiesce(before, seconds)
 
 
 def target_commit(
@@ -132,22 +139,25 @@ def target_abort(_: Any, name: str, session: str, written: bool = True) -> PushT
 
 
 @contextmanager
-def _changing(name: str, session: str | None = None) -> Iterator[WeightTarget]:
+def _changing(
+    name: str, session: str | None = None, serial: int | None = None
+) -> Iterator[WeightTarget]:
     """A target, for a call that changes it: one at a time, since a call goes on in an actor of
     several threads when its controller has stopped waiting (RS-3).
 
     Raises:
-        Stale: another controller has connected, or a later call came while this one waited.
+        Stale: another controller has connected, the push of the push target ``serial`` has ended,
+            or a later call came while this one waited.
     """
     target = TARGETS.get(name) if session is None else _target(name, session)
     with target.calls_lock.acquire() as check_latest:
         check_latest()
         if session is not None:
-            target.check_session(session)
+            target.check_current(session, serial)
         yield target
 
 
 def _target(name: str, session: str) -> WeightTarget:
     target = TARGETS.get(name)
-    target.check_session(session)
+    target.check_current(session)
     return target

@@ -120,6 +120,8 @@ class ReaderGate:
                 if not block and not self._ended and self._must_wait:
                     return False
                 self._wait("use `async with target.reading()`")
+                # Before it counts as a reader: one that is refused keeps no commit waiting.
+                reading.check()
                 self._readings.add(reading)
                 outer = reading
                 outer.since = time.monotonic()
@@ -223,6 +225,7 @@ class Reading:
     Args:
         gate: makes commits wait for the block.
         weights: returns the weights that the block reads.
+        check: raises if the weights can't be read.
         where: the caller, for errors.
         call: a frame whose end also ends the reading.
     """
@@ -231,12 +234,14 @@ class Reading:
         self,
         gate: ReaderGate,
         weights: Callable[[Reading], Mapping[str, torch.Tensor]],
+        check: Callable[[], None],
         where: str,
         call: FrameType | None = None,
     ) -> None:
         self._gate = gate
         self.call = call
         self._weights = weights
+        self.check = check
         self._where = where
         self._thread = ""
         self.depth = 0
@@ -262,7 +267,7 @@ class Reading:
             )
         self.name_thread()
         self._gate.enter(self)
-        return self._admitted()
+        return self._weights(self.stack[-1])
 
     def __exit__(self, *_: object) -> None:
         self._gate.leave(self)
@@ -274,7 +279,7 @@ class Reading:
             if time.monotonic() > give_up:
                 raise WeightSyncError(_TOO_LONG)
             await asyncio.sleep(_ASYNC_POLL_S)
-        return self._admitted()
+        return self._weights(self.stack[-1])
 
     async def __aexit__(self, *_: object) -> None:
         self._gate.leave(self)
@@ -283,13 +288,6 @@ class Reading:
         self._thread = f"thread {threading.current_thread().name}"
         if _in_event_loop() and (task := asyncio.current_task()):
             self._thread = f"task {task.get_name()}"
-
-    def _admitted(self) -> Mapping[str, torch.Tensor]:
-        try:
-            return self._weights(self.stack[-1])
-        except BaseException:
-            self._gate.leave(self)
-            raise
 
 
 class LiveWeights(Mapping[str, "torch.Tensor"]):

@@ -8,12 +8,30 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from fabric_ray._native import Batch, CounterRef, Region, RegionDescriptor, Transfer
+from fabric_ray._native import (
+    Batch,
+    Counter,
+    CounterRef,
+    Peer,
+    Region,
+    RegionDescriptor,
+    Transfer,
+)
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, WeightSyncError
 from fabric_ray.plan import LocalContainer
 from fabric_ray.weights.report import PushTarget
 from fabric_ray.weights.stripes import containers_of
+
+
+def expect_all(
+    counters: Sequence[Counter], counts: Sequence[int], writers: list[Peer], timeout: float
+) -> list[Transfer]:
+    """What ends when each counter has its count. The loss of a writer ends it with an error."""
+    return [
+        counter.expect(count, writers=writers, timeout=timeout)
+        for counter, count in zip(counters, counts, strict=True)
+    ]
 
 
 class RelayWriter:

@@ -54,6 +54,8 @@ class PushTarget(msgspec.Struct, frozen=True):
     """The region for changes of the version in use; ``None`` if it takes versions whole."""
     hook: str | None = None
     """Why hooks failed for the version that was just committed or aborted."""
+    serial: int = 0
+    """Counts the rollout's push targets. A call that names an earlier one comes too late."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):

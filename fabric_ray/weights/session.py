@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -161,9 +160,9 @@ class Session:
             sent = self._write(version, push_targets)
             clock.lap("write")
             digests = self._merge_digests(version, sent)
-            confirmed = self._confirm(version, sent, digests)
+            confirmed = self._confirm(version, push_targets, sent, digests)
             clock.lap("confirm")
-            self._quiesce("commit", self._rollouts.actors)
+            self._quiesce("commit", push_targets)
             check_going_on(cancelled)
         except WeightSyncError as error:
             aborted = self._abort(version, error)
@@ -236,22 +235,24 @@ class Session:
                 version=self.version,
                 failed={label: f"it runs version {push_target.version}"},
             )
-        if not push_target.staged:
-            self._quiesce("write", (number,))
-            self._rollouts.call_all(phases.target_begin, "begin", {number: (self._id,)})
-        args: tuple[Any, ...] = (self._id, push_target, self.version, self._timeout)
-        copied = self._rollouts.call_all(phases.target_give, "give its version", {giver: args})
-        args = (self._id, self.version, self._timeout, copied[giver])
-        self._rollouts.call_all(phases.target_confirm, "confirm", {number: args})
         try:
-            self._quiesce("commit", (number,))
+            self._begin({number: push_target})
+        except WeightSyncError:
+            self._rollouts.call(phases.target_abort, {number: (self._id, False)})
+            raise
+        args: tuple[Any, ...] = (self._id, push_target, self.version, self._timeout)
+        try:
+            copied = self._rollouts.call_all(phases.target_give, "give its version", {giver: args})
+            args = (self._id, push_target.serial, self.version, self._timeout, copied[giver])
+            self._rollouts.call_all(phases.target_confirm, "confirm", {number: args})
+            self._quiesce("commit", {number: push_target})
+            args = (self._id, self.version, True)
+            push_targets = self._rollouts.call_all(
+                phases.target_commit, "use the version", {number: args}
+            )
         except WeightSyncError:
             self._rollouts.call(phases.target_abort, {number: (self._id,)})
             raise
-        args = (self._id, self.version, True)
-        push_targets = self._rollouts.call_all(
-            phases.target_commit, "use the version", {number: args}
-        )
         if cause := push_targets[number].hook:
             raise WeightSyncError(f"a hook failed at {label}: {cause}", failed={label: cause})
         self._push_targets |= push_targets
@@ -283,6 +284,8 @@ class Session:
             if self._inbound_plans.get(n) != inbound
         }
         if other:
+            for number in other:  # those that answer have another push target, even if one doesn't
+                self._inbound_plans.pop(number, None)
             self._push_targets |= self._rollouts.call_all(
                 phases.target_set_inbound, "take its inbound plan", other
             )
@@ -308,18 +311,24 @@ class Session:
             # A trainer that fails alone before its gather leaves the others waiting in theirs.
             args = self._trainers.same_args(self._id)
             self._trainers.call_all(phases.source_ready, "get ready to gather", args)
-        if not all(target.staged for target in push_targets.values()):
-            self._quiesce("write", self._rollouts.actors)
-            self._rollouts.call_all(
-                phases.target_begin, "begin", self._rollouts.same_args(self._id)
-            )
+        self._begin(push_targets)
+        serials = {number: target.serial for number, target in push_targets.items()}
         relays = {
-            number: (self._id, [push_targets[child] for child in children], self._timeout)
-            for number, children in self.fanout.children.items()
+            n: (self._id, serials[n], [push_targets[child] for child in children], self._timeout)
+            for n, children in self.fanout.children.items()
         }
         self._rollouts.call_all(phases.target_pass_on, "prepare to relay", relays)
 
-    def _quiesce(self, before: Literal["write", "commit"], numbers: Iterable[int]) -> None:
+    def _begin(self, push_targets: dict[int, PushTarget]) -> None:
+        """Announces writes to memory that is in use."""
+        if not all(target.staged for target in push_targets.values()):
+            self._quiesce("write", push_targets)
+            args = {number: (self._id, target.serial) for number, target in push_targets.items()}
+            self._rollouts.call_all(phases.target_begin, "begin", args)
+
+    def _quiesce(
+        self, before: Literal["write", "commit"], push_targets: dict[int, PushTarget]
+    ) -> None:
         """Waits until these rollouts have no reader of the version in use (RS-1).
 
         Polls, since readers may share the thread in which the actor runs the call.
@@ -327,7 +336,10 @@ class Session:
         Raises:
             WeightSyncError: a reader stays longer than the timeout; the error names it.
         """
-        waits = dict.fromkeys(numbers, (self._id, before, self._timeout + _GATE_S))
+        waits = {
+            number: (self._id, target.serial, before, self._timeout + _GATE_S)
+            for number, target in push_targets.items()
+        }
         deadline, pause = time.monotonic() + self._timeout, 1e-3
         while waits:
             readers = self._rollouts.call_all(phases.target_quiesce, "wait for its readers", waits)
@@ -349,7 +361,11 @@ class Session:
         return list(self._trainers.call_all(phases.source_push, "push", args).values())
 
     def _confirm(
-        self, version: int, sent: list[Sent], digests: dict[int, int]
+        self,
+        version: int,
+        push_targets: dict[int, PushTarget],
+        sent: list[Sent],
+        digests: dict[int, int],
     ) -> dict[int, Confirmed]:
         """Has all rollouts confirm a version.
 
@@ -357,12 +373,11 @@ class Session:
             BaseDiffers: changes did not lead to the trainers' bytes.
             WeightSyncError: a rollout failed; the error names it.
         """
-        plan_rank = self.fanout.plan_rank
-        common = (self._id, version, self._timeout)
-        args: dict[int, tuple[Any, ...]] = {
-            number: (*common, digests.get(plan_rank(number)), _arrival(plan_rank(number), sent))
-            for number in self._rollouts.actors
-        }
+        args: dict[int, tuple[Any, ...]] = {}
+        for number, target in push_targets.items():
+            rank = self.fanout.plan_rank(number)
+            here = (self._id, target.serial, version, self._timeout)
+            args[number] = (*here, digests.get(rank), _arrival(rank, sent))
         confirmed = self._rollouts.call_all(phases.target_confirm, "confirm", args)
         differ = [number for number, answer in confirmed.items() if answer.differs]
         if failed := {self._rollouts.label(n): "its bytes differ" for n in differ}:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import msgspec
 
 from fabric_ray import observe
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, digest_copies
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, digest_copies
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
@@ -21,7 +21,7 @@ from fabric_ray.weights.hooks import EngineHooks, Pause, run_commit_hooks
 from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
-from fabric_ray.weights.relay import Relay, RelayWriter
+from fabric_ray.weights.relay import Relay, RelayWriter, expect_all
 from fabric_ray.weights.report import (
     Arrival,
     Confirmed,
@@ -104,6 +104,7 @@ class WeightTarget:
         self._inbox: DeltaInbox | None = None
         self._live = 0
         self._counters: list[Counter] = []
+        self._serial = 0  # of the latest push target
         self._relay: Relay | None = None
         self._prepared: int | None = None
         self._torn = False
@@ -121,7 +122,12 @@ class WeightTarget:
             from fabric_ray.weights.replica.sides import whole_plan
 
             self._into = into if isinstance(into, VersionSink) else Destination(into, self._gate)
-            self._into.check(whole_plan(self.side).local_containers("target", self.rank), self.rank)
+            try:
+                held = whole_plan(self.side).local_containers("target", self.rank)
+                self._into.check(held, self.rank)
+            except BaseException:
+                self._into.close()
+                raise
         TARGETS.add(name, self)
 
     @property
@@ -149,12 +155,7 @@ class WeightTarget:
             WeightSyncError: as for :attr:`weights`; the target is closed; or ``with`` in an event
                 loop (InvalidArgument).
         """
-
-        def admitted(reading: Reading) -> Mapping[str, torch.Tensor]:
-            self._check_usable()
-            return self._live_weights(reading)
-
-        return Reading(self._gate, admitted, caller(1))
+        return Reading(self._gate, self._live_weights, self._check_usable, caller(1))
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
         """Calls ``hook(version)`` after each commit, e.g. to flush caches. ``hooks`` has the other
@@ -200,7 +201,8 @@ class WeightTarget:
         to = [RelayWriter(*memory, push_target) for push_target in children]
         # Trainers are not watched here: the controller notices their end first.
         writers = list(self._writers()) if share.inbound.relayed else []
-        self._relay = Relay(self._arrivals(writers, timeout), to, timeout)
+        arrivals = expect_all(self._counters, share.inbound.pages, writers, timeout)
+        self._relay = Relay(arrivals, to, timeout)
 
     def give(self, push_target: PushTarget, version: int, *, timeout: float = 60.0) -> int | None:
         """Writes the version in use to a replica; returns its digest, if digests are on.
@@ -230,28 +232,32 @@ class WeightTarget:
         timeout: float = 60.0,
         digest: int | None = None,
         changes: Arrival | None = None,
+        serial: int | None = None,
     ) -> Confirmed:
         """Waits until all bytes of ``version`` have arrived, applies changes, and checks digests
         (RS-3). If the changes don't lead to the trainers' bytes, the version is not confirmed.
 
         Args:
             changes: what to expect and to apply where trainers have sent changes.
+            serial: of the push target that was written to; by default of the latest.
 
         Raises:
+            Stale: that push has ended.
             FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
                 digest differs.
         """
-        if self._share is None:
-            raise WeightSyncError(f"version {version} was not announced here", version=version)
-        actor, counters, staging = self._share.name, self._counters, self._staging[self._next]
+        with self.calls_lock.between_calls():
+            self.check_current(serial=serial)
+            share, counters, relay = self._routed(), self._counters, self._relay
+            actor, staging = share.name, self._staging[self._next]
         start = time.time()
-        if self._relay is not None:
-            self._relay.wait()
+        if relay is not None:
+            relay.wait()
         else:
             # Watch writers only here: a writer lost between pushes does not affect a version.
             with observe.span(f"push {version}"):
-                counts = None if changes is None else (changes.count,)
-                arrivals = self._arrivals(list(self._writers()), timeout, counts)
+                pages = share.inbound.pages if changes is None else (changes.count,)
+                arrivals = expect_all(counters, pages, list(self._writers()), timeout)
             for arrival in arrivals:
                 arrival.wait()
         spans = [Span(actor, "arrive", start, time.time())]
@@ -331,9 +337,7 @@ class WeightTarget:
         self._routed()
         self._stop_relay()
         self._prepared = None
-        if written:
-            self._torn = not self._staged and self.version is not None
-        elif self._announced:
+        if not written and self._announced:
             self._torn = False
         self._announced = False
         try:
@@ -347,22 +351,27 @@ class WeightTarget:
         mixed = self._torn if self._into is None else self._into.partly_filled
         return None if self._outdated or mixed else self._pause.end()
 
-    def check_session(self, session: str) -> None:
-        """Raises Stale if another controller has connected since."""
-        if self._share is not None and self._share.session != session:
+    def check_current(self, session: str | None = None, serial: int | None = None) -> None:
+        """Raises Stale if another controller has connected since a session began, or the push of a
+        push target has ended."""
+        held = None if self._share is None else self._share.session
+        if (session and held and held != session) or serial not in (None, self._serial):
             raise Stale(OUTDATED)
 
     def begin(self) -> None:
         """Announces a push. Without staging, the version in use becomes unusable."""
         if self._staged:
             return
-        if not self._writes_in_place:
-            self._announced, self._torn = not self._torn, True
-            return
-        with self._gate.changing():
-            self._pause.begin()
-            wait_for_readers(self._staging)
-            self._announced, self._torn = not self._torn, True
+        if self._writes_in_place:
+            with self._gate.changing():
+                self._pause.begin()
+                wait_for_readers(self._staging)
+                self._announce()
+        else:
+            self._announce()
+
+    def _announce(self) -> None:
+        self._announced, self._torn = not self._torn, self.version is not None
 
     def close(self) -> None:
         """Releases all resources. Tensors that users hold stay valid."""
@@ -429,15 +438,6 @@ class WeightTarget:
             base, target = self._staging[self._live], self._staging[self._next]
             return self._inbox.apply(sent.changes, base, target)
 
-    def _arrivals(
-        self, writers: list[Peer], timeout: float, pages: tuple[int, ...] | None = None
-    ) -> list[Transfer]:
-        pages = pages or self._routed().inbound.pages
-        return [
-            counter.expect(count, writers=writers, timeout=timeout)
-            for counter, count in zip(self._counters, pages, strict=True)
-        ]
-
     def _revoke(self) -> None:
         """Revokes the key of earlier pushes; replaces the memory if a peer may still write."""
         at = self._next
@@ -469,6 +469,7 @@ class WeightTarget:
         """A push target for the next version, with new counters."""
         share, staging = self._routed(), self._staging[self._next]
         self._counters = [self._engine.counter() for _ in share.inbound.pages]
+        self._serial += 1
         others = (s for i, s in enumerate(self._staging) if i != self._next)
         return PushTarget(
             share.plan_rank,
@@ -483,6 +484,7 @@ class WeightTarget:
             tuple(s.region.descriptor().to_bytes() for s in others),
             share.inbound.stripes,
             None if self._inbox is None else self._inbox.descriptor(share.inbound),
+            serial=self._serial,
         )
 
     def _offsets(self, staging: StagingMemory) -> tuple[int, ...]:

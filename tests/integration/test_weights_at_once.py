@@ -103,7 +103,7 @@ def call_for_another_session(w: World, draw: random.Random) -> None:
     """What a controller says that was replaced: refused, whatever goes on."""
     source, target = draw.choice(w.sync.sources), draw.choice(w.sync.targets[:2])
     with pytest.raises(Stale):
-        target.check_session("of another")
+        target.check_current("of another")
     with pytest.raises(Stale):
         source.push("of another", 1 << 40, [])
     with pytest.raises(Stale):

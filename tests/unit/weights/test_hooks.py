@@ -282,3 +282,37 @@ def test_rs_1_an_engine_whose_hooks_were_interrupted_stands_still_until_the_next
     sync.fault = None
     sync.push()
     assert engines[0].generating
+
+
+@pytest.mark.parametrize("stage", ["target_give", "target_confirm", "target_commit"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_could_not_join_goes_on_with_what_it_has(
+    open_sync, staged: bool, stage: str
+) -> None:
+    sync, engines = open_sync(staged=staged, engines=2, timeout=2.0)
+    who, target, engine = "rollout 2", sync.targets[2], engines[2]
+    sync.drop(2)
+    sync.fault = Fault(stage, "rollout 0" if stage == "target_give" else who, "is not asked")
+    with pytest.raises(WeightSyncError):
+        sync.join(who)
+    assert not target._gate._is_closed
+    if staged:
+        assert engine.generating
+        assert is_version(target.weights, 0, 1)
+    else:  # its bytes may be of two versions
+        assert (engine.generating, target._torn) == (False, True)
+    sync.fault = None
+    assert sync.join(who).version == 1
+    assert engine.generating
+    assert is_version(target.weights, 0, 1)
+
+
+def test_an_engine_that_was_read_too_long_to_join_goes_on(open_sync) -> None:
+    sync, engines = open_sync(staged=False, engines=2, timeout=0.5)
+    target, engine = sync.targets[2], engines[2]
+    sync.drop(2)
+    with target.reading(), pytest.raises(WeightSyncError, match="did not stop reading"):
+        sync.join("rollout 2")
+    assert not target._gate._is_closed
+    assert engine.generating
+    assert is_version(target.weights, 0, 1)

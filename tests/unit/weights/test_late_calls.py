@@ -264,3 +264,47 @@ def test_rs_3_a_confirm_that_an_abort_waits_for_does_not_end_the_abort(
         with suppress(Stale):
             confirmed.result(20)
     assert target._prepared is None
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_rs_3_calls_of_a_push_that_was_aborted_change_nothing_when_they_come_late(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    sync = LocalSync(staged=staged, relay=True, engines=2, timeout=2.0)
+    request.addfinalizer(sync.close)
+    sync.train(1)
+    sync.push()
+    sync.train(2)
+    target, call, made = sync.targets[0], sync._call, []
+
+    def note(who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        if function is phases.target_commit:
+            raise AssertionError("it must not be decided")
+        if who == "rollout 0" and function is not phases.target_abort:
+            made.append((function, extra))
+        if who == "rollout 1" and function is phases.target_confirm:
+            raise ConnectionError("it did not answer")
+        return call(who, function, extra)
+
+    monkeypatch.setattr(sync, "_call", note)
+    with pytest.raises(WeightSyncError, match="rollout 1 did not confirm"):
+        sync.push()
+    quiesce = phases.target_quiesce, (*made[0][1][:2], "commit", 600.0)
+    late = {function.__name__: (function, extra) for function, extra in [*made, quiesce]}
+    assert late.keys() >= {"target_pass_on", "target_confirm", "target_quiesce"}
+    assert staged or "target_begin" in late
+
+    monkeypatch.setattr(sync, "_call", call)
+
+    def come_late() -> None:
+        before = target._torn, target._relay
+        for function, extra in late.values():
+            with pytest.raises(Stale):
+                function(None, "rollout 0", *extra)
+        assert not target._gate._is_closed
+        assert (target._torn, target._relay) == before
+
+    come_late()
+    sync.before["source_push"] = sync.before["target_confirm"] = come_late
+    assert sync.push().version == 2
+    assert list(sync.broken(set(), before=2)) == []

@@ -236,8 +236,10 @@ def test_rs_1_a_module_that_a_push_would_fill_in_part_is_refused(open_sync) -> N
         WeightTarget(side(), rank=0, name="refused", engine=sync.engines["rollout 0"], into=into)
 
     sync = open_sync(first=False)
+    more = More()
     with pytest.raises(InvalidArgument, match="`scale` is in `into` and not in the side"):
-        open_(More())
+        open_(more)
+    assert not more._forward_pre_hooks, "its passes wait for no push"
     other = Module()
     other.w = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int16), requires_grad=False)
     with pytest.raises(InvalidArgument, match=r"`w` of rank 0 is int16 \[2, 2\] in `into`"):

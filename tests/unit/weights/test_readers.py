@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -346,3 +347,33 @@ def test_rs_1_event_loops_read_by_async_with(open_sync) -> None:
 
     inside = asyncio.Event()
     asyncio.run(main())
+
+
+def test_a_reader_that_is_refused_keeps_no_commit_waiting(open_sync) -> None:
+    sync = open_sync(staged=False)
+    target, check = sync.targets[0], sync.targets[0]._check_usable
+    refused, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        try:
+            check()
+        except WeightSyncError:
+            assert not target._gate._inside()
+            refused.set()
+            raise
+
+    def poll() -> None:
+        while not go_on.is_set():
+            with suppress(WeightSyncError), target.reading():
+                pass
+
+    target._check_usable = slowly
+    sync.before["source_push"] = lambda: refused.wait(20)
+    with ThreadPoolExecutor() as pool:
+        polls = pool.submit(poll)
+        try:
+            assert sync.push().version == 2
+        finally:
+            go_on.set()
+        polls.result(20)
+    assert refused.is_set()

@@ -196,3 +196,38 @@ def test_connections_that_end_between_two_pushes_fail_no_version(
     time.sleep(0.2)  # long enough for all to hear of it
     sync.push()
     assert [target.version for target in sync.targets] == [2, 2]
+
+
+def test_rs_3_in_place_a_push_that_failed_before_any_write_leaves_the_version_whole(
+    open_sync: Callable[..., LocalSync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = open_sync(staged=False)
+    call = sync._call
+
+    def lose(who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        answer = call(who, function, extra)
+        if who == "rollout 0" and function.__name__ == "target_abort":
+            raise ConnectionError("it did not answer")
+        return answer
+
+    monkeypatch.setattr(sync, "_call", lose)
+    sync.fault = Fault("target_begin", "rollout 1", "is not asked")
+    for _ in range(2):  # the second asks for the push target that the first has not heard of
+        with pytest.raises(WeightSyncError):
+            sync.push()
+        assert all(is_version(target.weights, target.rank, 1) for target in sync.targets)
+
+
+def test_a_route_that_not_all_have_taken_is_given_again_even_if_it_is_the_earlier_one(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    # Rollout 4 is relayed to by rollout 0 once there are 15 replicas, by 2 before and after.
+    sync = open_sync(engines=16, relay=True, timeout=2.0)
+    sync.drop(6)
+    sync.fault = Fault("target_set_inbound", "rollout 8", "is not asked")
+    with pytest.raises(WeightSyncError, match="rollout 8 did not take its inbound plan"):
+        sync.push()
+    sync.fault = None
+    sync.drop(8)
+    assert sync.push().version == 2
+    assert list(sync.broken(set(), before=2)) == []
