@@ -10,6 +10,9 @@
 //! | count with [`BITMAP`] | one bit for each element, least significant first |
 //! | count with [`WHOLE`] | the values of all elements; the count is theirs |
 
+use bytemuck::{pod_read_unaligned, Pod};
+use wide::{u16x8, u32x4, u64x2, u8x16};
+
 /// Most elements of a block.
 pub const BLOCK: usize = 4096;
 /// Bytes of an encoded block's head; a block that did not change is no longer.
@@ -19,29 +22,35 @@ const BITMAP: u16 = 1 << 14;
 const WHOLE: u16 = 1 << 15;
 const COUNT: u16 = BITMAP - 1;
 const GROUP: usize = 64;
+const AT_ONCE: usize = 4;
 const SKIP: u8 = u8::MAX;
 
 /// One bit for each element of a block: whether it changed.
 type Changed = [u64; BLOCK / GROUP];
 
 /// An unsigned integer as wide as an element.
-trait Word: PartialEq + Sized {
-    fn read(bytes: &[u8]) -> Self;
+trait Word: PartialEq + Pod {
+    /// One bit for each of [`GROUP`] elements: whether they differ.
+    fn differ(new: &[u8], old: &[u8]) -> u64;
 }
 
 macro_rules! word {
-    ($($type:ty),*) => {$(
+    ($($type:ty, $vector:ty);*) => {$(
         impl Word for $type {
-            fn read(bytes: &[u8]) -> Self {
-                let mut word = [0; size_of::<$type>()];
-                word.copy_from_slice(bytes);
-                Self::from_ne_bytes(word)
+            fn differ(new: &[u8], old: &[u8]) -> u64 {
+                const LANES: usize = size_of::<$vector>() / size_of::<$type>();
+                let vectors = |bytes| <[u8]>::chunks_exact(bytes, size_of::<$vector>());
+                let pairs = vectors(new).zip(vectors(old)).enumerate();
+                !pairs.fold(0, |same, (i, (new, old))| {
+                    let [new, old] = [new, old].map(pod_read_unaligned::<$vector>);
+                    same | u64::from(new.simd_eq(old).to_bitmask()) << (LANES * i)
+                })
             }
         }
     )*};
 }
 
-word!(u8, u16, u32, u64);
+word!(u8, u8x16; u16, u16x8; u32, u32x4; u64, u64x2);
 
 /// Appends the encoding of `new` against `old` to `out`; returns whether they differ. Both are as
 /// long, at most [`BLOCK`] elements of `size` bytes; `size` is 1, 2, 4 or 8.
@@ -68,6 +77,7 @@ pub fn changes(new: &[u8], old: &[u8], size: usize) -> usize {
         4 => compare::<u32>(new, old, &mut changed),
         _ => compare::<u64>(new, old, &mut changed),
     }
+    changed.iter().map(|group| group.count_ones() as usize).sum()
 }
 
 /// Applies an encoded block to `block`, which holds the version that it was encoded against.
@@ -85,7 +95,10 @@ fn encode_words<W: Word>(new: &[u8], old: &[u8], out: &mut Vec<u8>) {
     let size = size_of::<W>();
     let elements = new.len() / size;
     let mut changed = [0; BLOCK / GROUP];
-    let count = compare::<W>(new, old, &mut changed);
+    compare::<W>(new, old, &mut changed);
+    let mut places = [0; BLOCK + AT_ONCE];
+    let places = list(&changed, &mut places);
+    let count = places.len();
     // From here on a bitmap and values are not shorter.
     if count * size + elements.div_ceil(8) >= new.len() {
         out.extend((elements as u16 | WHOLE).to_le_bytes());
@@ -94,7 +107,7 @@ fn encode_words<W: Word>(new: &[u8], old: &[u8], out: &mut Vec<u8>) {
     }
     let bitmap = elements.div_ceil(8);
     let mut gaps = [0; BLOCK / 8];
-    if let Some(length) = write_gaps(&changed, &mut gaps[..bitmap]) {
+    if let Some(length) = write_gaps(places, &mut gaps[..bitmap]) {
         out.extend((count as u16).to_le_bytes());
         out.extend_from_slice(&gaps[..length]);
     } else {
@@ -103,75 +116,58 @@ fn encode_words<W: Word>(new: &[u8], old: &[u8], out: &mut Vec<u8>) {
     }
     let begin = out.len();
     out.resize(begin + count * size, 0);
-    let mut values = out[begin..].chunks_exact_mut(size);
-    each(&changed, |at| {
-        if let Some(value) = values.next() {
-            value.copy_from_slice(&new[at * size..][..size]);
-        }
-    });
+    for (value, &at) in out[begin..].chunks_exact_mut(size).zip(places) {
+        value.copy_from_slice(&new[usize::from(at) * size..][..size]);
+    }
 }
 
-/// Marks the elements that differ; returns how many.
-fn compare<W: Word>(new: &[u8], old: &[u8], changed: &mut Changed) -> usize {
-    let size = size_of::<W>();
-    let groups = new.chunks(GROUP * size).zip(old.chunks(GROUP * size));
-    let mut count = 0;
+/// Marks the elements that differ.
+fn compare<W: Word>(new: &[u8], old: &[u8], changed: &mut Changed) {
+    let group = GROUP * size_of::<W>();
+    let groups = new.chunks(group).zip(old.chunks(group));
     for ((new, old), mask) in groups.zip(changed) {
-        let mut differs = [0u8; GROUP];
-        let elements = new.chunks_exact(size).zip(old.chunks_exact(size));
-        for (flag, (a, b)) in differs.iter_mut().zip(elements) {
-            *flag = u8::from(W::read(a) != W::read(b));
-        }
-        *mask = bits(&differs);
-        count += mask.count_ones() as usize;
+        *mask = if new.len() == group { W::differ(new, old) } else { differ::<W>(new, old) };
     }
-    count
 }
 
-/// 64 bytes of 0 or 1 as bits.
-fn bits(bytes: &[u8; GROUP]) -> u64 {
-    let mut mask = 0;
-    for (i, eight) in bytes.chunks_exact(8).enumerate() {
-        // Byte i of eight times 2^(56 - 7 i) is bit i of the highest byte.
-        let gathered = u64::from_le_bytes([
-            eight[0], eight[1], eight[2], eight[3], eight[4], eight[5], eight[6], eight[7],
-        ])
-        .wrapping_mul(0x0102_0408_1020_4080)
-            >> 56;
-        mask |= gathered << (8 * i);
-    }
-    mask
+/// One bit for each of fewer than [`GROUP`] elements: whether they differ.
+fn differ<W: Word>(new: &[u8], old: &[u8]) -> u64 {
+    let [new, old] = [new, old].map(|bytes| bytes.chunks_exact(size_of::<W>()));
+    let pairs = new.map(pod_read_unaligned::<W>).zip(old.map(pod_read_unaligned::<W>)).enumerate();
+    pairs.fold(0, |mask, (i, (new, old))| mask | u64::from(new != old) << i)
 }
 
-/// Calls `f` with the index of each changed element, in order.
-fn each(changed: &Changed, mut f: impl FnMut(usize)) {
+/// Lists the changed elements in order.
+fn list<'p>(changed: &Changed, places: &'p mut [u16; BLOCK + AT_ONCE]) -> &'p [u16] {
+    let mut count = 0;
     for (group, &mask) in changed.iter().enumerate() {
-        let mut left = mask;
-        while left != 0 {
-            f(group * GROUP + left.trailing_zeros() as usize);
-            left &= left - 1;
+        let (mut left, end) = (mask, count + mask.count_ones() as usize);
+        // Too many at a time rather than one by one: processors can't predict where a group ends.
+        while count < end {
+            for place in &mut places[count..][..AT_ONCE] {
+                *place = (group * GROUP) as u16 + left.trailing_zeros() as u16;
+                left &= left.wrapping_sub(1);
+            }
+            count += AT_ONCE;
         }
+        count = end;
     }
+    &places[..count]
 }
 
 /// Writes the gaps before changed elements; returns their length, or `None` where they don't fit.
-fn write_gaps(changed: &Changed, gaps: &mut [u8]) -> Option<usize> {
+fn write_gaps(places: &[u16], gaps: &mut [u8]) -> Option<usize> {
     let (mut next, mut length) = (0, 0);
-    for (group, &mask) in changed.iter().enumerate() {
-        let mut left = mask;
-        while left != 0 {
-            let at = group * GROUP + left.trailing_zeros() as usize;
-            left &= left - 1;
-            let mut gap = at - next;
-            while gap >= SKIP.into() {
-                *gaps.get_mut(length)? = SKIP;
-                length += 1;
-                gap -= usize::from(SKIP);
-            }
-            *gaps.get_mut(length)? = gap as u8;
+    for &at in places {
+        let mut gap = at - next;
+        while gap >= SKIP.into() {
+            *gaps.get_mut(length)? = SKIP;
             length += 1;
-            next = at + 1;
+            gap -= u16::from(SKIP);
         }
+        *gaps.get_mut(length)? = gap as u8;
+        length += 1;
+        next = at + 1;
     }
     Some(length)
 }
@@ -205,6 +201,9 @@ fn decode_words<'e, const SIZE: usize>(block: &mut [u8], encoded: &'e [u8]) -> O
     }
     // The gaps end where they have marked as many elements as there are values.
     let (mut length, mut marked) = (0, 0);
+    if rest.get(..count).is_some_and(|gaps| !gaps.contains(&SKIP)) {
+        (length, marked) = (count, count);
+    }
     while marked < count {
         marked += usize::from(*rest.get(length)? != SKIP);
         length += 1;

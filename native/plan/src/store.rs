@@ -1,7 +1,9 @@
 //! Collects the copies of all links and stores equal lists once.
 
+use std::hash::Hasher;
+
 use rustc_hash::FxHashMap;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::coalesce::RawCopy;
 use crate::error::{PlanError, Result};
@@ -31,7 +33,7 @@ impl Store {
             return Err(PlanError::too_large("plan", "the number of copies", "2^28"));
         }
         let (mut bytes, mut pages) = (0u64, 0u64);
-        let mut hash = Xxh3::new();
+        let mut hash = XxHash3_64::new();
         for copy in copies {
             let shape = self.shape(&copy.shape);
             let repeats: u64 = copy.shape.loops.iter().map(|l| l.count).product();
@@ -42,13 +44,13 @@ impl Store {
             self.columns.src_offset.push(copy.src_offset);
             self.columns.dst_offset.push(copy.dst_offset);
             self.columns.shape.push(shape);
-            hash.update(&copy.src_container.to_le_bytes());
-            hash.update(&copy.dst_container.to_le_bytes());
-            hash.update(&copy.src_offset.to_le_bytes());
-            hash.update(&copy.dst_offset.to_le_bytes());
-            hash.update(&shape.to_le_bytes());
+            hash.write(&copy.src_container.to_le_bytes());
+            hash.write(&copy.dst_container.to_le_bytes());
+            hash.write(&copy.src_offset.to_le_bytes());
+            hash.write(&copy.dst_offset.to_le_bytes());
+            hash.write(&shape.to_le_bytes());
         }
-        let alike = self.by_hash.entry(hash.digest()).or_default();
+        let alike = self.by_hash.entry(hash.finish()).or_default();
         for &id in alike.iter() {
             let known = self.programs[id as usize];
             if self.columns.equal(known.first as usize, known.end as usize, first) {

@@ -5,7 +5,7 @@
 //! total is checked, so that no later arithmetic on the plan overflows.
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::error::{PlanError, Result, Role};
 use crate::model::{Options, Side};
@@ -42,7 +42,7 @@ impl Plan {
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&VERSION.to_le_bytes());
         bytes.extend_from_slice(&(body.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&xxh3_64(&body).to_le_bytes());
+        bytes.extend_from_slice(&XxHash3_64::oneshot(&body).to_le_bytes());
         bytes.extend_from_slice(&body);
         bytes
     }
@@ -50,7 +50,7 @@ impl Plan {
     /// 64 bits that are equal on every host for equal plans and differ, with near certainty, for
     /// others. Not a defence against forgery.
     pub fn digest(&self) -> u64 {
-        xxh3_64(&self.body())
+        XxHash3_64::oneshot(&self.body())
     }
 
     /// # Errors
@@ -83,7 +83,7 @@ impl Plan {
                 word(10)
             )));
         }
-        if word(18) != xxh3_64(body) {
+        if word(18) != XxHash3_64::oneshot(body) {
             return Err(PlanError::decode("the digest does not match"));
         }
         Plan::from_body(body)

@@ -12,7 +12,7 @@ use std::{
 use fabric_engine as fe;
 use fabric_plan::{delta, Row};
 use pyo3::prelude::*;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use super::{class_arg::ClassArg, copies::Copy, memory::Region};
 use crate::errors::{raise, OrRaise};
@@ -108,7 +108,7 @@ impl Piece {
     /// A hash of a block's bytes and of their place at the source.
     fn hash(&self, block: &Block, bytes: &[u8]) -> u64 {
         let container = u64::from(self.src_container).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        xxh3_64_with_seed(bytes, container ^ block.src)
+        XxHash3_64::oneshot_with_seed(container ^ block.src, bytes)
     }
 }
 

@@ -1,7 +1,9 @@
+use std::hash::Hasher;
+
 use fabric_engine as fe;
 use fe::api::{PageIndices, Pages as EnginePages};
 use pyo3::prelude::*;
-use xxhash_rust::xxh3::{xxh3_64_with_seed, Xxh3};
+use twox_hash::XxHash3_64;
 
 use super::{
     checked_int,
@@ -111,7 +113,7 @@ impl PageRun {
                 pages.map(|i| (nth(&self.pages, from, i), self.page_len)).collect();
             self.region.with_ranges(&ranges, |i, bytes| {
                 let seed = nth(&self.places, to, first + i as u32);
-                sum = sum.wrapping_add(xxh3_64_with_seed(bytes, seed));
+                sum = sum.wrapping_add(XxHash3_64::oneshot_with_seed(seed, bytes));
             })?;
         }
         Ok(sum)
@@ -119,11 +121,11 @@ impl PageRun {
 
     /// The hash of one large page.
     fn in_parts(&self, at: u64, seed: u64) -> fe::Result<u64> {
-        let mut hash = Xxh3::with_seed(seed);
+        let mut hash = XxHash3_64::with_seed(seed);
         for begin in (0..self.page_len).step_by(AT_A_TIME as usize) {
             let part = (at + begin, AT_A_TIME.min(self.page_len - begin));
-            self.region.with_ranges(&[part], |_, bytes| hash.update(bytes))?;
+            self.region.with_ranges(&[part], |_, bytes| hash.write(bytes))?;
         }
-        Ok(hash.digest())
+        Ok(hash.finish())
     }
 }
