@@ -154,6 +154,8 @@ class WeightSource:
         with self._calls_lock.acquire():
             if again:
                 require_session(session, self._share)
+            else:
+                self._end_session()
             self._drop_conversion()
             self._conversion = Conversion(session, recipe, self.rank, self._engine)
             return self._conversion.invitation
@@ -176,15 +178,14 @@ class WeightSource:
             plan = Plan.from_bytes(share.plan)
             if share.converted:
                 require_session(share.session, self._conversion)
-            else:
+            self._end_session()
+            if not share.converted:
                 self._drop_conversion()
             containers = plan.local_containers("source", self.rank)
             self._tensors.refresh()
             self._check(containers)
             units = self._conversion.units(containers) if self._conversion else []
             units += self._computed(containers)
-            self._share = self._delta = self._ring = None
-            self._routes.clear()
             watermark = self.watermark or max(_WATERMARK, *(unit.nbytes for unit in units), 0)
             self._steps = steps(plan.for_source(self.rank), units, watermark)
             sent = (c.src_container for s in self._steps for c in chain(*s.copies.values()))
@@ -300,10 +301,9 @@ class WeightSource:
         """Drops all registrations."""
         SOURCES.remove(self.name, self)
         with self._calls_lock.acquire():
-            self._routes.clear()
+            self._end_session()
             self._drop_conversion()
             self._tensors.close()
-            self._ring = self._share = self._delta = None
 
     def _check(self, containers: Collection[LocalContainer]) -> None:
         """Compares tensors with the plan: sent ones with its containers, converted ones with their
@@ -407,6 +407,12 @@ class WeightSource:
             else:
                 sources[container] = (self._tensors.region(name), 0)
         return sources
+
+    def _end_session(self) -> None:
+        """Refuses pushes of the session so far. With the conversion of another one, they would send
+        values of other dtypes than their rollouts hold (RS-1)."""
+        self._routes.clear()
+        self._share = self._delta = self._ring = None
 
     def _drop_conversion(self) -> None:
         if self._conversion is not None:

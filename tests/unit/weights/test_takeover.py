@@ -9,8 +9,10 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
-from fabric_ray.weights import WeightSource, WeightSync
-from tests.unit.weights.local_sync import HELD, LocalSync, expected, values
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.quant import Cast
+from tests.unit.weights.local_sync import HELD, InProcess, LocalSync, expected, values
 
 TRAINERS = [f"other {i}" for i in range(len(HELD))]
 
@@ -80,3 +82,43 @@ def test_rs_3_a_controller_that_was_replaced_moves_no_rollout(
         for name, want in expected(rank, 7).items():
             assert torch.equal(target.weights[name], want)
     assert new.push(8).version == 8
+
+
+@pytest.mark.parametrize(
+    ("held", "ours", "theirs"),
+    [("float32", "bfloat16", "float16"), ("bfloat16", "float16", "bfloat16")],
+)
+def test_rs_1_no_push_is_converted_as_the_connect_of_another_controller_asked(
+    open_engine: Callable[..., TransferEngine], held: str, ours: str, theirs: str
+) -> None:
+    def side(dtype: str) -> Side:
+        leaf = Leaf(Tensor("w", (8, 8), DType.of(dtype)), Mesh.line(1), (Replicate(),))
+        return Side.of(1, [Container("w", DType.of(dtype), leaf)])
+
+    weights = torch.randn(8, 8).to(getattr(torch, held))
+    tensors, calls = {"w": weights}, InProcess()
+    source = WeightSource(tensors, rank=0, name="trainer", engine=open_engine("trainer"))
+    targets = {
+        dtype: WeightTarget(side(dtype), rank=0, name=dtype, engine=open_engine(dtype))
+        for dtype in (ours, theirs)
+    }
+    formats = {dtype: {"w": Cast(dtype)} if dtype != held else {} for dtype in targets}
+    first, second = (
+        WeightSync(["trainer"], [dtype], formats=formats[dtype], digest=True, calls=calls)
+        for dtype in targets
+    )
+    first.push()
+    # The second controller reaches the trainer, which fails before it has taken its share.
+    calls.before["source_accept"] = lambda: tensors.update(w=weights[:4])
+    with pytest.raises(WeightSyncError, match=r"`w` (of rank 0 is|.*differs)"):
+        second.connect()
+    calls.before.clear()
+    tensors.update(w=weights)
+    with pytest.raises(WeightSyncError, match="another WeightSync has connected"):
+        first.push()
+    assert torch.equal(targets[ours].weights["w"], weights.to(getattr(torch, ours)))
+    first.connect()
+    first.push()
+    assert torch.equal(targets[ours].weights["w"], weights.to(getattr(torch, ours)))
+    for part in (source, *targets.values()):
+        part.close()
