@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -151,7 +152,8 @@ class WeightSource:
         Raises:
             Stale: another controller has connected since.
         """
-        with self._calls_lock.acquire():
+        with self._calls_lock.acquire() as check_latest:
+            check_latest()
             if again:
                 require_session(session, self._share)
             else:
@@ -174,7 +176,8 @@ class WeightSource:
                 temporary memory than the watermark.
             Stale: another controller has connected since.
         """
-        with self._calls_lock.acquire():
+        with self._calls_lock.acquire() as check_latest:
+            check_latest()
             plan = Plan.from_bytes(share.plan)
             if share.converted:
                 require_session(share.session, self._conversion)
@@ -247,12 +250,16 @@ class WeightSource:
             require_session(session, self._share)
             actor = f"trainer {self.rank}"
             start = time.time()
-            try:
+            with self._errors_end_exchange():
                 if self._tensors.refresh_moved():
                     self._routes.clear()
                 changes = self._tensors.watch(self._read)
                 self._tensors.wait_for_kernels(self._read)
+                # Even if a later call waits: other ranks wait in this gather.
                 self._tensors.gather_adapters()
+            # From here on, delta and conversion may be those of a later push.
+            check_latest()
+            with self._errors_end_exchange():
                 by_rollout = self._by_rollout(push_targets)
                 if self._delta is not None:
                     self._delta.begin(push_targets)
@@ -260,10 +267,6 @@ class WeightSource:
                 if self._conversion is not None:
                     left = deadline - time.monotonic()
                     spans.append(self._conversion.begin(version, self._tensors.local, left))
-            except BaseException:
-                if self._conversion is not None:
-                    self._conversion.give_up()
-                raise
             start = time.time()
             sending = StepSender(self.rank, self._engine, deadline)
             for number, step in enumerate(self._steps):
@@ -304,6 +307,16 @@ class WeightSource:
             self._end_session()
             self._drop_conversion()
             self._tensors.close()
+
+    @contextmanager
+    def _errors_end_exchange(self) -> Iterator[None]:
+        """Tells the other ranks of an error before or in the exchange, which they wait in."""
+        try:
+            yield
+        except BaseException:
+            if self._conversion is not None:
+                self._conversion.give_up()
+            raise
 
     def _check(self, containers: Collection[LocalContainer]) -> None:
         """Compares tensors with the plan: sent ones with its containers, converted ones with their

@@ -121,7 +121,8 @@ class ReplicaSource:
             InvalidArgument: bucket or cache are too small (nothing has been gathered then), or the
                 replica's tensors aren't those of the rollouts.
         """
-        with self._calls_lock.acquire():
+        with self._calls_lock.acquire() as check_latest:
+            check_latest()
             self._filling = None
             filling = Filling(
                 share,

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from fabric_ray.errors import Stale, WeightSyncError
-from fabric_ray.weights import EngineHooks, WeightSync, WeightTarget, phases
+from fabric_ray.weights import EngineHooks, WeightSource, WeightSync, WeightTarget, phases
 from fabric_ray.weights.calls import CallFailure
+from fabric_ray.weights.quant import Fp8
 from fabric_ray.weights.readers import ReaderGate
+from tests.unit.weights.delta_world import World
 from tests.unit.weights.local_sync import LocalSync, Module, is_version
 from tests.unit.weights.test_takeover import by_others, other_trainers
 
@@ -308,3 +310,55 @@ def test_rs_3_calls_of_a_push_that_was_aborted_change_nothing_when_they_come_lat
     sync.before["source_push"] = sync.before["target_confirm"] = come_late
     assert sync.push().version == 2
     assert list(sync.broken(set(), before=2)) == []
+
+
+def overtaken(source: WeightSource, call: Callable[[], object]) -> None:
+    """A call that waits for another when a third comes."""
+    lock = source._calls_lock
+    with ThreadPoolExecutor(1) as pool:
+        with lock.between_calls():
+            before = lock.latest
+            waiting = pool.submit(call)
+            while lock.latest is before:
+                time.sleep(1e-3)
+            lock.latest = object()
+        with pytest.raises(Stale, match="another push was begun"):
+            waiting.result(20)
+
+
+def test_a_push_that_was_overtaken_takes_no_base_and_no_exchange_from_the_next(
+    request: pytest.FixtureRequest,
+) -> None:
+    sync = World(delta=True, formats={"up": Fp8("tensor")})
+    request.addfinalizer(sync.close)
+    sync.train(1.0, 0)
+    sync.push()
+    assert sync._session is not None
+    source, session = sync.sources[0], sync._session._id
+    targets = list(sync._session._push_targets.values())
+    overtaken(source, lambda: source.push(session, 2, targets, timeout=1.0))
+    report = sync.push()
+    # The scale of up is shorter than what describes its changes.
+    assert report.nbytes < 0.02 * report.version_nbytes
+
+
+@pytest.mark.parametrize("phase", ["source_convert", "source_accept"])
+def test_a_connect_that_was_overtaken_takes_no_trainer_from_the_next(
+    request: pytest.FixtureRequest, phase: str
+) -> None:
+    sync = World(formats={"up": Fp8((16, 16))} if phase == "source_convert" else None)
+    request.addfinalizer(sync.close)
+    asked: list[tuple[Any, ...]] = []
+    call = sync._call
+
+    def record(who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        if function.__name__ == phase and who == sync.sources[0].name:
+            asked.append(extra)
+        return call(who, function, extra)
+
+    sync._call = record  # type: ignore[method-assign]
+    for _ in range(2):
+        sync.connect()
+    source, function = sync.sources[0], getattr(phases, phase)
+    overtaken(source, lambda: function(None, source.name, *asked[0]))
+    assert sync.push().version == 1
