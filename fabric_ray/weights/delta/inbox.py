@@ -26,7 +26,8 @@ class DeltaInbox:
     def __init__(
         self, engine: TransferEngine, plan: Plan, plan_rank: int, offsets: Sequence[int]
     ) -> None:
-        self._shares = inbox_shares(plan)[plan_rank]
+        # A rollout may hold nothing of an uneven division.
+        self._shares = inbox_shares(plan).get(plan_rank, {})
         self._engine = engine
         self._nbytes = sum(share.nbytes for share in self._shares.values())
         self._memory = ReceiveMemory(engine, self._nbytes)

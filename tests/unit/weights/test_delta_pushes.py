@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.quant import Cast, Formats, Fp8
 from tests.unit.weights.delta_world import Pair, World
-from tests.unit.weights.local_sync import Fault, LocalSync
+from tests.unit.weights.local_sync import Fault, InProcess, LocalSync
 
 _FORMATS: dict[str, tuple[Formats, dict[str, str]]] = {
     "same": ({}, {}),
@@ -210,3 +213,27 @@ def test_replicas_of_an_engine_refuse_changes() -> None:
             sync._replica_sides([], sync._side, sync._side)
     finally:
         sync.close()
+
+
+def test_a_rollout_that_holds_nothing_takes_part(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    dtype = DType.of("float32")
+    leaf = Leaf(Tensor("w", (2, 64), dtype), Mesh.line(3), (Shard(0),))
+    side, weights = Side.of(3, [Container("w", dtype, leaf)]), torch.randn(2, 64)
+    source = WeightSource({"w": weights}, rank=0, name="trainer", engine=open_engine("trainer"))
+    names = [f"rollout {rank}" for rank in range(3)]
+    targets = [
+        WeightTarget(side, rank=rank, name=name, engine=open_engine(name))
+        for rank, name in enumerate(names)
+    ]
+    sync = WeightSync(["trainer"], names, delta=True, timeout=5.0, calls=InProcess())
+    for _ in range(2):
+        weights[:, 0] += 1
+        report = sync.push()
+        for target, row in zip(targets, weights.split(1), strict=False):
+            assert torch.equal(target.weights["w"], row)
+        assert not targets[2].weights
+    assert report.nbytes < report.version_nbytes
+    for part in (source, *targets):
+        part.close()
