@@ -130,8 +130,10 @@ class EdgeExchange:
             )
         if not self._peers:
             return
-        parity, self._rounds = self._rounds % 2, self._rounds + 1
+        parity = self._rounds % 2
         self._fill(parity, version, maxima)
+        # What fails before is given up in this round, which the partners wait for.
+        self._rounds += 1
         try:
             self._move(parity, timeout)
         except BaseException as cause:

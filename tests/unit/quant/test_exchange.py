@@ -187,3 +187,15 @@ def test_without_shared_blocks_nothing_is_exchanged(open_engine: Open) -> None:
     assert one.quantiser.edges.partners == ()
     one.exchange.connect({})
     run(one, 1)
+
+
+def test_a_rank_that_fails_before_it_writes_tells_its_partners(open_engine: Open) -> None:
+    ranks = connected(uneven(), open_engine, "shm")
+    with pytest.raises(IndexError):
+        ranks[0].exchange.run(1, torch.zeros(0), timeout=5.0)
+    ranks[0].exchange.give_up()
+    partner = next(one for one in ranks if 0 in one.exchange._peers)
+    # One that isn't told waits until its time is up.
+    with pytest.raises(ExchangeFailed):
+        run(partner, 1, timeout=1.0)
+    assert partner.exchange._version_of(0, 0) == -1
