@@ -246,7 +246,11 @@ class WeightSource:
                 The version can't be committed then.
         """
         deadline = time.monotonic() + timeout
-        with self._calls_lock.acquire() as check_latest, observe.span(f"push {version}"):
+        with (
+            self._calls_lock.acquire() as check_latest,
+            observe.span(f"push {version}"),
+            self._tensors.releasing_adapters(),
+        ):
             require_session(session, self._share)
             actor = f"trainer {self.rank}"
             start = time.time()

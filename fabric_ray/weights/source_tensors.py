@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,6 +134,14 @@ class SourceTensors:
     def release_adapters(self) -> None:
         """Drops the gathered adapters."""
         self._factors = {}
+
+    @contextmanager
+    def releasing_adapters(self) -> Iterator[None]:
+        """Drops the gathered adapters, also after an error: they take memory of the GPU."""
+        try:
+            yield
+        finally:
+            self.release_adapters()
 
     def local(self, param: str) -> torch.Tensor:
         """The values of this rank's shard: its memory, or a contiguous tensor where

@@ -51,6 +51,7 @@ class Pushes:
     def __init__(self, open_engine: Callable[..., TransferEngine]) -> None:
         self._open = open_engine
         self._parts: list[Any] = []
+        self.sources: list[Any] = []
         self.targets: list[WeightTarget] = []
 
     def sync(
@@ -60,12 +61,12 @@ class Pushes:
         rollouts = [f"rollout {rank}" for rank in side.ranks]
         engines = {who: self._open(who, transport="shm") for who in (*trainers, *rollouts)}
         for rank, who in enumerate(trainers):
-            self._parts.append(source(held[rank], rank=rank, name=who, engine=engines[who]))
+            self.sources.append(source(held[rank], rank=rank, name=who, engine=engines[who]))
         self.targets = [
             WeightTarget(side, rank=rank, name=who, engine=engines[who])
             for rank, who in enumerate(rollouts)
         ]
-        self._parts += self.targets
+        self._parts += [*self.sources, *self.targets]
         options = {"digest": True, "timeout": 5.0, **options}
         return WeightSync(trainers, rollouts, calls=InProcess(), **options)
 
@@ -264,6 +265,17 @@ def test_rs_1_an_adapter_that_is_trained_while_a_push_reads_it_is_named(
     monkeypatch.setattr(StepSender, "send", train_and_send)
     with pytest.raises(WeightSyncError, match=r"`model\.q_proj\.weight` was changed while a push"):
         sync.push()
+
+
+def test_a_push_that_fails_keeps_no_gathered_adapter(pushes: Pushes) -> None:
+    model, layer = adapted()
+    formats = {"*q_proj*": Cast("float16")}
+    sync = pushes.sync([model], quantised_target(whole_side(TIED), formats), formats=formats)
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(torch.nan)
+    with pytest.raises(WeightSyncError, match=r"`?model\.q_proj\.weight"):
+        sync.push()
+    assert pushes.sources[0]._tensors._factors == {}
 
 
 def test_adapters_that_are_disabled_or_no_lora_are_refused(pushes: Pushes) -> None:
