@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, starmap
 from typing import Any
 
@@ -84,8 +85,23 @@ class Gathering:
             WeightSyncError: a named tensor was changed meanwhile.
             NotFinite: a tensor can't be given its format.
         """
+        self.whole()
+        tensors = iter(self._gathered())
+        try:
+            yield from self._as_announced(tensors)
+        except Exception:
+            # The other trainers gather to the end, and would wait for this one.
+            with suppress(Exception):
+                deque(tensors, maxlen=0)
+            raise
+        # The consumer has read all tensors by now.
+        self._changes.check()
+
+    def _as_announced(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         announced = iter(self.whole().values())
-        for name, gathered in self._gathered():
+        for name, gathered in tensors:
             made = self._converting.convert(name, gathered)
             # The consumer keeps it as long as needed; a reference here would outlive its bucket.
             del gathered
@@ -96,8 +112,6 @@ class Gathering:
                 yield made.popleft()
         if missing := next(announced, None):
             raise InvalidArgument(f"`{missing.name}` did not come; {_AGAIN}")
-        # The consumer has read all tensors by now.
-        self._changes.check()
 
     @property
     def _is_function(self) -> bool:

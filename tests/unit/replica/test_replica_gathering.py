@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,3 +65,21 @@ def test_rs_1_kernels_that_write_a_parameter_end_before_it_is_gathered(
     on_wait(monkeypatch, lambda: held.numpy().fill(2))
     ((_, whole),) = gathering
     assert whole.tolist() == [2, 2, 2]
+
+
+def test_rs_1_a_trainer_whose_tensor_is_refused_gathers_to_the_end_with_the_others() -> None:
+    asked: list[str] = []
+    rows = {"a": 2, "b": 3, "c": 4}
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, count in rows.items():
+            asked.append(name)
+            yield name, torch.zeros(count, 4)
+
+    gathering = Gathering(gather, {}, 0)
+    gathering.whole()
+    rows["a"] = 1
+    asked.clear()
+    with pytest.raises(InvalidArgument, match=r"`a` \(float32 \[1, 4\]\) came"):
+        list(gathering)
+    assert asked == ["a", "b", "c"]
