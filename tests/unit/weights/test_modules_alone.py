@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan.errors import DtypeMismatch, MissingTensors, PlanError
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.replica.gathering import Gathering
+from fabric_ray.weights.source_tensors import SourceTensors
 from tests.processes import Other
 from tests.unit.weights.local_sync import InProcess
+from tests.unit.weights.test_trainer_modules import Lora
 
 
 class Model(torch.nn.Module):
@@ -184,3 +188,43 @@ def test_rs_1_a_module_that_fsdp_has_gathered_computes_with_what_was_pushed(
 ) -> None:
     with Other(filled_by_pushes, str(tmp_path / "store"), tensor_parallel) as rollout:
         assert [rollout.hear(120.0) for _ in range(3)] == [[True, True]] * 3
+
+
+def sharded_by_fsdp(connection: Any, rank: int, ranks: int, store: str) -> None:
+    """A rank of FSDP2; says its part of an adapted weight, and of what it should be."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    layer = Lora(torch.nn.Linear(33, 71, bias=False), adapters=("default", "other"))
+    plain = copy.deepcopy(layer)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+    engine = TransferEngine(transport="shm")
+    model = torch.nn.ModuleDict({"q_proj": layer})
+    held = SourceTensors(model, engine, rank)
+    gathering = Gathering(model, {}, rank)
+    gathering.whole()
+    for _ in range(2):
+        wanted = plain.merged().chunk(ranks)[rank]
+        held.refresh()
+        held.gather_adapters()
+        connection.send(torch.equal(held.local("q_proj.weight"), wanted))
+        ((_, whole),) = gathering
+        connection.send(torch.equal(whole.chunk(ranks)[rank], wanted))
+        # What the module shows from now on is of this step, and the shards go on.
+        factors = [layer.lora_A["other"].weight, layer.lora_B["default"].weight]
+        layer.unshard()
+        with torch.no_grad():
+            for factor in factors:
+                factor._local_tensor.mul_(3)
+            plain.lora_A["other"].weight.mul_(3)
+            plain.lora_B["default"].weight.mul_(3)
+    engine.close()
+    dist.destroy_process_group()
+
+
+def test_rs_1_adapters_that_are_sharded_themselves_are_gathered_as_trained(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(Other(sharded_by_fsdp, rank, 2, str(tmp_path / "store")))
+            for rank in range(2)
+        ]
+        assert [other.hear(180) for other in others * 4] == [True] * 8

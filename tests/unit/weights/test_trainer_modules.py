@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fabric_ray import TransferEngine
@@ -25,10 +20,8 @@ from fabric_ray.weights.families import target_side
 from fabric_ray.weights.quant import Cast, linear_formats, quantised_target
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
-from fabric_ray.weights.replica.gathering import Gathering
 from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.step_sender import StepSender
-from tests.processes import Other
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import SMALL
 from tests.unit.plan.fake_group import as_rank
@@ -470,43 +463,3 @@ def test_draft_layers_are_further_containers(pushes: Pushes) -> None:
     assert pushes.sync([FULL | draft], side).push().left == ()
     weights = pushes.targets[0].weights
     assert_same({name: weights[name] for name in draft}, draft)
-
-
-def sharded_by_fsdp(connection: Any, rank: int, ranks: int, store: str) -> None:
-    """A rank of FSDP2; says its part of an adapted weight, and of what it should be."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    torch.manual_seed(0)
-    layer = Lora(torch.nn.Linear(33, 71, bias=False), adapters=("default", "other"))
-    plain = copy.deepcopy(layer)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
-    engine = TransferEngine(transport="shm")
-    model = torch.nn.ModuleDict({"q_proj": layer})
-    held = SourceTensors(model, engine, rank)
-    gathering = Gathering(model, {}, rank)
-    gathering.whole()
-    for _ in range(2):
-        wanted = plain.merged().chunk(ranks)[rank]
-        held.refresh()
-        held.gather_adapters()
-        connection.send(torch.equal(held.local("q_proj.weight"), wanted))
-        ((_, whole),) = gathering
-        connection.send(torch.equal(whole.chunk(ranks)[rank], wanted))
-        # What the module shows from now on is of this step, and the shards go on.
-        factors = [layer.lora_A["other"].weight, layer.lora_B["default"].weight]
-        layer.unshard()
-        with torch.no_grad():
-            for factor in factors:
-                factor._local_tensor.mul_(3)
-            plain.lora_A["other"].weight.mul_(3)
-            plain.lora_B["default"].weight.mul_(3)
-    engine.close()
-    dist.destroy_process_group()
-
-
-def test_rs_1_adapters_that_are_sharded_themselves_are_gathered_as_trained(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        others = [
-            stack.enter_context(Other(sharded_by_fsdp, rank, 2, str(tmp_path / "store")))
-            for rank in range(2)
-        ]
-        assert [other.hear(180) for other in others * 4] == [True] * 8
