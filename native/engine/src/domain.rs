@@ -431,4 +431,10 @@ pub trait Domain: Send {
 
     /// Ends all links, and tells the peers.
     fn close(&mut self);
+
+    /// After `close`: whether a peer may still reach a region, so that its memory is never freed
+    /// (MR-1).
+    fn keeps(&self, _index: u32) -> bool {
+        false
+    }
 }

@@ -48,6 +48,8 @@ struct PendingDeregistration {
     /// Domains through which a peer may still reach the memory.
     rails: u32,
     handle: Option<HandleRef>,
+    /// The engine is closed, and a peer that may reach the memory will not tell any more.
+    kept: bool,
 }
 
 impl PendingDeregistration {
@@ -289,7 +291,9 @@ impl Shared {
         let memory = Arc::clone(memory);
         self.post(Box::new(move |core, shared| {
             let index = memory.key.index;
-            shared.retiring.lock().push(PendingDeregistration { memory, rails: 0, handle });
+            let kept = core.closed && core.keeps(&memory);
+            let pending = PendingDeregistration { memory, rails: 0, handle, kept };
+            shared.retiring.lock().push(pending);
             let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
                 RegionRelease::Now => None,
                 RegionRelease::Later => Some(()),
@@ -348,13 +352,20 @@ impl Shared {
             }
         }
         let mut more = false;
-        for PendingDeregistration { memory, handle, .. } in over {
+        for PendingDeregistration { memory, handle, kept, .. } in over {
             for grantor in memory.grantors() {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }
             if let Some(handle) = handle {
-                handle.release_memory(true);
-                handle.complete(Ok(()));
+                handle.release_memory(!kept);
+                handle.complete(match kept {
+                    false => Ok(()),
+                    true => Err(EngineError::NotQuiesced {
+                        what: format!("{memory:?}"),
+                        after: Duration::ZERO,
+                        cause: "the engine was closed before a peer had released it".into(),
+                    }),
+                });
             }
             if memory.keep.is_some() || memory.grantor.is_some() {
                 // The user's `keep` object may run any code when dropped: the callback thread drops
@@ -401,10 +412,19 @@ impl Shared {
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
             core.domains.iter_mut().for_each(|d| d.close());
             core.group.close(self.now());
+            // All links are down: nothing can land any more, but where a peer has not let go.
+            let mut retiring = self.retiring.lock();
+            let memories = retiring.iter().map(|r| Arc::clone(&r.memory));
+            let kept: Vec<_> = memories.filter(|memory| core.keeps(memory)).collect();
+            for r in retiring.iter_mut() {
+                // A grant that is kept keeps the region that it comes from.
+                let is_of = |m: &Arc<RegionMemory>| {
+                    Arc::ptr_eq(m, &r.memory) || m.grantors().any(|g| Arc::ptr_eq(g, &r.memory))
+                };
+                (r.rails, r.kept) = (0, kept.iter().any(is_of));
+            }
         }
         self.counters.close(self.now());
-        // All links are down: nothing can land any more.
-        self.retiring.lock().iter_mut().for_each(|r| r.rails = 0);
         self.reap();
         true
     }

@@ -24,6 +24,7 @@ use crate::{
     domain::{Assist, Completion, Domain, Pinner},
     engine::{HandleRef, Shared},
     group::{Group, Policy},
+    memory::RegionMemory,
     time::Time,
     topology::Tier,
     EngineError, Result,
@@ -122,6 +123,11 @@ impl Core {
             (false, false) => Err(EngineError::Draining),
             _ => Ok(()),
         }
+    }
+
+    /// Whether a peer may still reach memory of a closed engine.
+    pub fn keeps(&self, memory: &RegionMemory) -> bool {
+        self.domains.iter().any(|d| d.keeps(memory.key.index))
     }
 
     pub(crate) fn next_timer(&self, shared: &Shared) -> Time {

@@ -54,7 +54,9 @@ impl ShmDomain {
         }
         let start = Instant::now();
         let exported = |l: &Link| !l.exported.is_empty();
-        while self.links.iter().any(|(_, l)| exported(l) || l.imports.has_stores()) {
+        while !self.retiring.is_empty()
+            || self.links.iter().any(|(_, l)| exported(l) || l.imports.has_stores())
+        {
             if start.elapsed() > RELEASE_TIMEOUT {
                 break;
             }
@@ -63,10 +65,14 @@ impl ShmDomain {
             }
             self.poll_sockets_for(Time::now(), Duration::from_millis(20), &mut out);
         }
-        if self.links.iter().any(|(_, l)| exported(l)) {
+        let unreleased = self.links.iter().flat_map(|(_, l)| &l.exported).copied();
+        self.kept = unreleased.chain(self.retiring.keys().copied()).collect();
+        if !self.kept.is_empty() {
             // MR-1: it is unknown whether the peers have let go, so the memory is never freed.
             tracing::warn!("a peer did not release this engine's memory in time; leaking it");
-            std::mem::take(&mut self.book).keep_for_good();
+            let mut book = std::mem::take(&mut self.book);
+            self.retiring.drain().for_each(|(_, region)| book.insert(&region.memory));
+            book.keep_for_good();
         }
         for mut link in self.links.drain() {
             match link.imports.has_stores() {

@@ -420,9 +420,9 @@ impl ShmDomain {
 
     /// A peer can't access a region any more.
     fn on_released(&mut self, id: LinkId, index: u32, out: &mut Vec<Completion>) {
-        if let Some(holders) = self.retiring.get_mut(&index) {
-            holders.remove(&id);
-            if holders.is_empty() {
+        if let Some(region) = self.retiring.get_mut(&index) {
+            region.holders.remove(&id);
+            if region.holders.is_empty() {
                 self.retiring.remove(&index);
                 out.push(Completion::RegionReleased { index });
             }

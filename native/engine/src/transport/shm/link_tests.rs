@@ -442,3 +442,66 @@ fn a_peer_that_reads_no_replies_cannot_exhaust_descriptors() {
     }
     assert_eq!(answers, asked);
 }
+
+/// A peer that has not answered a revocation may be in the middle of a copy.
+#[test]
+fn mr_1_a_close_waits_for_revocations_under_way() {
+    for answers in [true, false] {
+        let mut pair = Pair::new();
+        let (memory, _) = pair.expose_memory();
+        let weak = Arc::downgrade(&memory);
+        drop(memory);
+        assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
+        let (mut a, mut b, mut now) = (pair.a, pair.b, pair.now);
+        let closes = std::thread::spawn(move || {
+            b.close();
+            b
+        });
+        while answers && !closes.is_finished() {
+            now = now.after(Duration::from_millis(1));
+            a.poll(now, &NoRoom, &mut Vec::new());
+        }
+        let b = closes.join().unwrap();
+        assert_eq!(b.keeps(KEY.index), !answers);
+        drop(b);
+        assert_eq!(weak.strong_count() > 0, !answers, "memory is freed once it is released");
+    }
+}
+
+#[test]
+fn mr_1_a_revocation_is_not_over_because_its_engine_closes() {
+    let config = EngineConfig { transports: vec![TransportKind::Shm], ..Default::default() };
+    let engine = crate::TransferEngine::open(config).unwrap();
+    let region = engine.alloc(4096).unwrap();
+    let (mut peer, _) = domain();
+    let link = peer.connect(Time(1), engine.address(), 0).unwrap();
+    let (mut now, mut out) = (Time(1), Vec::new());
+    let mut poll = |peer: &mut ShmDomain| {
+        now = now.after(Duration::from_millis(1));
+        peer.poll(now, &NoRoom, &mut out);
+        std::thread::yield_now();
+        link_up(&out).is_some()
+    };
+    while !poll(&mut peer) {}
+    let descriptor = region.descriptor();
+    let data = Data {
+        local: LocalAddr(0),
+        local_region: 0,
+        local_seq: Seq::at(0),
+        remote: descriptor.key,
+        remote_keys: RailKeys::default(),
+        remote_seq: Seq::at(0),
+        page_len: 16,
+        pages: 1,
+    };
+    peer.post(link, Token::default(), &WorkRequest::Prepare { data }).unwrap();
+    while peer.map_peer_region(link, descriptor.key, None).is_err() {
+        poll(&mut peer);
+    }
+    // From here on the peer is stopped.
+    let revoked = region.revoke().unwrap();
+    engine.close();
+    let result = revoked.poll().expect("an engine that is closed ends all handles");
+    assert!(matches!(result, Err(crate::EngineError::NotQuiesced { .. })), "{result:?}");
+    assert_eq!(revoked.quiescence(), crate::Quiescence::Unknown);
+}

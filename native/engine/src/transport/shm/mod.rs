@@ -64,6 +64,13 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const LISTENER: u64 = u64::MAX;
 const DOORBELL: u64 = u64::MAX - 1;
 
+/// A region that is deregistered and not released.
+struct RetiringRegion {
+    memory: Arc<RegionMemory>,
+    /// The links that still hold it.
+    holders: HashSet<LinkId>,
+}
+
 /// The shm transport; see the module.
 pub struct ShmDomain {
     /// Shm, or CudaIpc: the same links, over which GPU memory is mapped as well.
@@ -78,8 +85,10 @@ pub struct ShmDomain {
     /// Upper half of link ids, so that no id is used twice.
     generation: u32,
     book: RegionBook,
-    /// Regions being deregistered, and the links that still hold them.
-    retiring: HashMap<u32, HashSet<LinkId>>,
+    /// Regions being deregistered.
+    retiring: HashMap<u32, RetiringRegion>,
+    /// Regions that peers had not released when the engine closed.
+    kept: HashSet<u32>,
     pool: Arc<CopyPool>,
     waker: Waker,
     inline_bytes: u64,
@@ -144,6 +153,7 @@ impl ShmDomain {
             generation: 0,
             book: RegionBook::default(),
             retiring: HashMap::new(),
+            kept: HashSet::new(),
             pool: CopyPool::new(config.copy_threads, waker),
             waker: waker.clone(),
             inline_bytes: config.inline_bytes,
@@ -324,7 +334,7 @@ impl Domain for ShmDomain {
     }
 
     fn deregister(&mut self, index: u32) -> RegionRelease {
-        let Some(_memory) = self.book.remove(index) else { return RegionRelease::Now };
+        let Some(memory) = self.book.remove(index) else { return RegionRelease::Now };
         let mut holders = HashSet::new();
         for (_, link) in &mut self.links {
             if link.exported.remove(&index) {
@@ -336,7 +346,7 @@ impl Domain for ShmDomain {
             return RegionRelease::Now;
         }
         holders.iter().for_each(|id| self.update_interest(*id));
-        self.retiring.insert(index, holders);
+        self.retiring.insert(index, RetiringRegion { memory, holders });
         RegionRelease::Later
     }
 
@@ -497,6 +507,10 @@ impl Domain for ShmDomain {
         self.listener = None;
         self.pool.close();
         self.close_links();
+    }
+
+    fn keeps(&self, index: u32) -> bool {
+        self.kept.contains(&index)
     }
 }
 

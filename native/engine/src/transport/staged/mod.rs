@@ -451,4 +451,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
         self.link_states.clear();
         self.completions.clear();
     }
+
+    fn keeps(&self, index: u32) -> bool {
+        self.inner.keeps(index)
+    }
 }
