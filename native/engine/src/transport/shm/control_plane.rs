@@ -445,7 +445,12 @@ impl ShmDomain {
 
     /// Stops receiving from the peer. It may be in the middle of a copy: local memory is quiet once
     /// it has closed its side of the connection (MR-1).
-    fn stop_receiving(&mut self, id: LinkId, cause: DomainError, out: &mut Vec<Completion>) {
+    pub(super) fn stop_receiving(
+        &mut self,
+        id: LinkId,
+        cause: DomainError,
+        out: &mut Vec<Completion>,
+    ) {
         let Some(link) = self.link(id).filter(|l| !l.receiving_stopped) else { return };
         // Counts that the peer sent before it left have arrived and count. A peer that is still
         // there learns that no later count does (IC-4).

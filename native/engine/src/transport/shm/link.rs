@@ -75,6 +75,8 @@ pub(super) struct Link {
     /// Work whose count the peer may not have received before it left.
     unacknowledged: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
+    /// Whether the peer's message ring is invalid: the link must end.
+    pub corrupt: bool,
     pub jobs: Vec<Arc<CopyJob>>,
     /// Local regions that the peer may access.
     pub exported: HashSet<u32>,
@@ -120,6 +122,7 @@ impl Link {
             count_refused: false,
             unacknowledged: Vec::new(),
             sends: VecDeque::new(),
+            corrupt: false,
             jobs: Vec::new(),
             exported: HashSet::new(),
             connected_at,
@@ -206,13 +209,12 @@ impl Link {
     fn take_messages(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let Stage::Up(outbound) = &mut self.stage else { return false };
         let mut progressed = false;
-        while self.closing.is_none() {
+        while self.closing.is_none() && !self.corrupt {
             let len = match self.receiver.peek(&self.inbox) {
                 Ok(None) => break,
                 Ok(Some(len)) => len,
                 Err(_) => {
-                    let cause = "the peer's message ring is corrupt";
-                    self.closing = Some(DomainError::Handshake(cause.into()));
+                    self.corrupt = true;
                     return true;
                 }
             };

@@ -505,3 +505,21 @@ fn mr_1_a_revocation_is_not_over_because_its_engine_closes() {
     assert!(matches!(result, Err(crate::EngineError::NotQuiesced { .. })), "{result:?}");
     assert_eq!(revoked.quiescence(), crate::Quiescence::Unknown);
 }
+
+#[test]
+fn rs_4_a_peer_with_a_corrupt_ring_is_lost_and_keeps_no_engine_awake() {
+    let mut pair = Pair::new();
+    let slot = ShmDomain::slot(pair.own_link);
+    let super::Stage::Up(outbound) = &pair.a.links[slot].stage else { panic!("no link") };
+    // `a` keeps its end of the connection open.
+    let head = super::layout::MESSAGE_RING.head;
+    outbound.outbox.u64_at(head).store(u64::MAX, std::sync::atomic::Ordering::SeqCst);
+    let sleeps = (0..50).any(|_| {
+        pair.now = pair.now.after(Duration::from_millis(1));
+        !pair.b.poll(pair.now, &NoRoom, &mut pair.from_b) && pair.b.arm()
+    });
+    assert!(is_down(&pair.from_b));
+    assert!(sleeps);
+}
+
+/// Each mapping stays until its owner revokes it.

@@ -444,6 +444,11 @@ impl Domain for ShmDomain {
             let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
             progressed |= link.take_arrivals(room, out) | link.flush_counts(out);
             let id = link.id;
+            if link.corrupt {
+                let cause = "the peer's message ring is corrupt";
+                self.stop_receiving(id, DomainError::Handshake(cause.into()), out);
+                continue;
+            }
             if !link.deferred.is_empty() {
                 progressed |= self.retry_deferred(id, out);
             }
