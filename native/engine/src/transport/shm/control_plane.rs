@@ -284,6 +284,17 @@ impl ShmDomain {
         out: &mut Vec<Completion>,
     ) -> Result<(), DomainError> {
         let link = &mut self.links[Self::slot(id)];
+        if let Frame::Mapped { key, .. } | Frame::Foreign { key, .. } | Frame::Device { key, .. } =
+            &frame
+        {
+            // Each is mapped until its owner revokes it, and a process has few mappings.
+            if !link.resolving.contains_key(key) {
+                return match link.closing {
+                    Some(_) => Ok(()),
+                    None => Err(DomainError::Handshake("a region that was not asked for".into())),
+                };
+            }
+        }
         match frame {
             Frame::Setup(_) => return Err(DomainError::Handshake("a second setup".into())),
             Frame::Resolve(key) => {

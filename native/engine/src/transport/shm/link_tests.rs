@@ -523,3 +523,22 @@ fn rs_4_a_peer_with_a_corrupt_ring_is_lost_and_keeps_no_engine_awake() {
 }
 
 /// Each mapping stays until its owner revokes it.
+
+#[test]
+fn a_peer_cannot_have_memory_mapped_that_was_not_asked_for() {
+    use super::control_socket::Frame;
+
+    let mut pair = Pair::new();
+    let memory = Allocation::new(4096).unwrap();
+    let key = RegionKey { index: 9, rkey: 1 };
+    let (len, allocation_len) = (4096, 4096);
+    let frame = Frame::Mapped { key, len, allocation: 1, allocation_len, offset: 0 };
+    let fd = memory.fd().try_clone_to_owned().unwrap();
+    pair.a.link(pair.own_link).unwrap().send(&frame, smallvec::smallvec![fd]).unwrap();
+    for _ in 0..3 {
+        pair.poll_b();
+    }
+    let Pair { mut b, peer_link, from_b, .. } = pair;
+    assert!(b.link(peer_link).is_none_or(|link| link.imports.get(key).is_none()));
+    assert!(is_down(&from_b), "it breaks the protocol");
+}
