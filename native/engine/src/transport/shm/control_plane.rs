@@ -22,7 +22,8 @@ use crate::{
     },
 };
 
-/// Received control messages that may wait: far more than honest peers send between two polls.
+/// Received control messages that may wait, and unsent answers to revocations: far more than honest
+/// peers cause between two polls.
 const MAX_CONTROL_MESSAGES: usize = 1 << 16;
 /// Frames of one peer per poll.
 const FRAMES_PER_POLL: usize = 256;
@@ -344,7 +345,11 @@ impl ShmDomain {
             }
             Frame::Revoke { index } => {
                 if link.imports.revoke(index) {
-                    link.send(&Frame::Revoked { index }, smallvec![])
+                    if link.control.pending_confirmations() >= MAX_CONTROL_MESSAGES {
+                        let why = "it revokes regions and reads no answers";
+                        return Err(DomainError::Handshake(why.into()));
+                    }
+                    link.confirm(&Frame::Revoked { index })
                         .map_err(|Disconnected(why)| DomainError::LinkDown(why))?;
                 }
             }
@@ -484,7 +489,7 @@ impl ShmDomain {
             let Some(link) = self.links.get_mut(slot) else { continue };
             for index in link.imports.take_released() {
                 progressed = true;
-                let _ = link.send(&Frame::Revoked { index }, smallvec![]);
+                let _ = link.confirm(&Frame::Revoked { index });
             }
             let Some(cause) = link.closing.clone() else { continue };
             link.imports.close_peer_mappings(&cause.to_string());

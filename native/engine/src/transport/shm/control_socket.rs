@@ -157,8 +157,18 @@ pub(super) const MAX_PENDING_REPLIES: usize = 64;
 struct UnsentFrame {
     frame: Vec<u8>,
     fds: Fds,
-    /// Whether it answers a request of the peer.
-    is_reply: bool,
+    kind: FrameKind,
+}
+
+/// Why a frame is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FrameKind {
+    Own,
+    /// It answers a request of the peer.
+    Reply,
+    /// It answers a revocation. It does not suspend reading: two peers that revoke many regions at
+    /// once would wait for each other.
+    Confirmation,
 }
 
 /// One end of a control connection.
@@ -167,8 +177,9 @@ pub(super) struct ControlSocket {
     socket: OwnedFd,
     /// Frames that the socket had no room for.
     unsent: VecDeque<UnsentFrame>,
-    /// Number of replies among them.
+    /// Numbers of replies and of confirmations among them.
     pending_replies: usize,
+    pending_confirmations: usize,
     /// Whether nothing more is sent.
     send_closed: bool,
 }
@@ -179,7 +190,13 @@ pub(super) struct Disconnected(pub String);
 
 impl ControlSocket {
     pub fn new(socket: OwnedFd) -> Self {
-        Self { socket, unsent: VecDeque::new(), pending_replies: 0, send_closed: false }
+        Self {
+            socket,
+            unsent: VecDeque::new(),
+            pending_replies: 0,
+            pending_confirmations: 0,
+            send_closed: false,
+        }
     }
 
     pub fn connect(name: &str) -> Result<Self, DomainError> {
@@ -231,19 +248,40 @@ impl ControlSocket {
 
     /// Sends a frame now or once there is room; drops it after `finish`.
     pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
-        self.queue(UnsentFrame { frame, fds, is_reply: false })
+        self.queue(UnsentFrame { frame, fds, kind: FrameKind::Own })
     }
 
     /// Sends a frame that answers a request of the peer.
     pub fn reply(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
-        self.queue(UnsentFrame { frame, fds, is_reply: true })
+        self.queue(UnsentFrame { frame, fds, kind: FrameKind::Reply })
+    }
+
+    /// Sends a frame that answers a revocation.
+    pub fn confirm(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
+        self.queue(UnsentFrame { frame, fds: Fds::new(), kind: FrameKind::Confirmation })
+    }
+
+    /// Answers to revocations that the peer has not read.
+    pub fn pending_confirmations(&self) -> usize {
+        self.pending_confirmations
+    }
+
+    /// The number of waiting frames of a kind that is counted.
+    fn pending(&mut self, kind: FrameKind) -> Option<&mut usize> {
+        match kind {
+            FrameKind::Own => None,
+            FrameKind::Reply => Some(&mut self.pending_replies),
+            FrameKind::Confirmation => Some(&mut self.pending_confirmations),
+        }
     }
 
     fn queue(&mut self, unsent: UnsentFrame) -> Result<(), Disconnected> {
         if self.send_closed {
             return Ok(());
         }
-        self.pending_replies += usize::from(unsent.is_reply);
+        if let Some(n) = self.pending(unsent.kind) {
+            *n += 1;
+        }
         self.unsent.push_back(unsent);
         self.flush()
     }
@@ -255,11 +293,14 @@ impl ControlSocket {
     }
 
     pub fn flush(&mut self) -> Result<(), Disconnected> {
-        while let Some(UnsentFrame { frame, fds, is_reply }) = self.unsent.front() {
+        while let Some(UnsentFrame { frame, fds, kind }) = self.unsent.front() {
             match send_one(self.socket.as_fd(), frame, fds) {
                 Ok(()) => {
-                    self.pending_replies -= usize::from(*is_reply);
+                    let kind = *kind;
                     self.unsent.pop_front();
+                    if let Some(n) = self.pending(kind) {
+                        *n -= 1;
+                    }
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
@@ -275,7 +316,7 @@ impl ControlSocket {
 
     fn drop_unsent(&mut self) {
         self.unsent.clear();
-        self.pending_replies = 0;
+        (self.pending_replies, self.pending_confirmations) = (0, 0);
     }
 
     /// Closes the sending side. The peer sees that, and can still send.

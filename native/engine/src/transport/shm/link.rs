@@ -145,6 +145,11 @@ impl Link {
         self.control.reply(frame.encode(), fds)
     }
 
+    /// Sends the answer to a revocation.
+    pub fn confirm(&mut self, frame: &Frame) -> Result<(), Disconnected> {
+        self.control.confirm(frame.encode())
+    }
+
     /// Handles the peer's setup: maps its inbox and doorbell, and tests access to its memory.
     pub fn open(&mut self, setup: &LinkSetup, fds: Fds) -> Result<(), DomainError> {
         let [inbox, doorbell, event]: [OwnedFd; 3] = fds

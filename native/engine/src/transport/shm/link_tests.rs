@@ -542,3 +542,23 @@ fn a_peer_cannot_have_memory_mapped_that_was_not_asked_for() {
     assert!(b.link(peer_link).is_none_or(|link| link.imports.get(key).is_none()));
     assert!(is_down(&from_b), "it breaks the protocol");
 }
+
+#[test]
+fn a_peer_that_revokes_forever_and_reads_no_answers_is_bounded() {
+    use std::os::fd::AsFd;
+
+    use super::control_socket::Frame;
+
+    let mut pair = Pair::new();
+    let frame = Frame::Revoke { index: 5 }.encode();
+    let slot = ShmDomain::slot(pair.own_link);
+    let mut sent = 0;
+    while !is_down(&pair.from_b) {
+        match rustix::io::write(pair.a.links[slot].control.fd().as_fd(), &frame) {
+            Ok(_) => sent += 1,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::PIPE) => pair.poll_b(),
+            Err(e) => panic!("{e}"),
+        }
+        assert!(sent < 100_000, "its revocations are answered forever");
+    }
+}
