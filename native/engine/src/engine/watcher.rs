@@ -265,30 +265,36 @@ impl Watchers {
         let mut watches: Vec<Arc<Watch>> = Vec::new();
         let mut changed_at = Instant::now();
         loop {
-            if (0..POLLS_BEFORE_YIELD).any(|_| look(&watches)) {
+            let changed = (0..POLLS_BEFORE_YIELD).any(|_| look(&watches));
+            let mut state = if changed {
                 changed_at = Instant::now();
-                continue;
-            }
-            let quiet = changed_at.elapsed();
-            let polls = watches.iter().any(|w| w.polled.load(SeqCst));
-            if quiet < SPIN && polls {
-                std::thread::yield_now();
-                continue;
-            }
-            let mut state = state.lock();
-            if !state.poked {
-                match polls {
-                    false => wake.wait(&mut state),
-                    // The sleep grows with the time since the last change.
-                    true => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
+                // A word that changes all the time keeps neither a new watch nor the end waiting.
+                state.lock()
+            } else {
+                let quiet = changed_at.elapsed();
+                let polls = watches.iter().any(|w| w.polled.load(SeqCst));
+                if quiet < SPIN && polls {
+                    std::thread::yield_now();
+                    continue;
                 }
-            }
-            if std::mem::take(&mut state.poked) {
-                changed_at = Instant::now();
-            }
+                let mut state = state.lock();
+                if !state.poked {
+                    match polls {
+                        false => wake.wait(&mut state),
+                        // The sleep grows with the time since the last change.
+                        true => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
+                    }
+                }
+                state
+            };
             if state.closed {
                 return;
             }
+            // Whatever changes the list pokes.
+            if !std::mem::take(&mut state.poked) {
+                continue;
+            }
+            changed_at = Instant::now();
             let current = state.watches.clone();
             // Without the lock: a user's callback may take any lock as it ends.
             drop(state);
@@ -297,9 +303,9 @@ impl Watchers {
     }
 }
 
-/// Runs the callback of the first word that has changed; false if none has.
+/// Runs the callback of each word that has changed; false if none has.
 fn look(watches: &[Arc<Watch>]) -> bool {
-    let changed = watches.iter().any(|w| w.look());
+    let changed = watches.iter().fold(false, |changed, w| w.look() | changed);
     if !changed {
         std::hint::spin_loop();
     }
@@ -364,5 +370,37 @@ mod tests {
             });
             ends.recv_timeout(Duration::from_secs(30)).expect("the end of the callback");
         }
+    }
+    #[test]
+    fn a_word_that_changes_all_the_time_keeps_no_other_waiting() {
+        let watchers = Watchers::default();
+        let word = Arc::new(std::sync::OnceLock::<usize>::new());
+        let own = Arc::clone(&word);
+        let busy = move |_, new: u64| {
+            // SAFETY: the watch that calls this keeps its word.
+            let word = unsafe { &*(*own.wait() as *const AtomicU64) };
+            word.store(new.wrapping_add(1), SeqCst);
+        };
+        let first = watchers.add(Box::new(busy), None).unwrap();
+        word.set(first.addr()).unwrap();
+        let (tell, seen) = mpsc::channel();
+        let told = tell.clone();
+        let second = watchers.add(Box::new(move |_, new| told.send(new).unwrap()), None).unwrap();
+        second.addr();
+        first.store(1).unwrap();
+        second.store(7).unwrap();
+        let limit = Duration::from_secs(30);
+        assert_eq!(seen.recv_timeout(limit), Ok(7), "the other word is not looked at");
+        let told = tell.clone();
+        let third = watchers.add(Box::new(move |_, new| told.send(new).unwrap()), None).unwrap();
+        third.store(8).unwrap();
+        assert_eq!(seen.recv_timeout(limit), Ok(8), "a later word is not looked at");
+        let (theirs, closed) = (watchers.clone(), tell);
+        std::thread::spawn(move || {
+            theirs.close();
+            let _ = closed.send(9);
+        });
+        assert_eq!(seen.recv_timeout(limit), Ok(9), "it never ends");
+        drop((first, second, third));
     }
 }
