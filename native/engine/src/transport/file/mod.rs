@@ -175,6 +175,7 @@ impl FileDomain {
         true
     }
 
+    /// Delivers at most one message: each takes its buffer of the pool before the next is admitted.
     fn deliver(&mut self, room: &dyn MessageRoom) -> bool {
         let mut moved = false;
         while let (Some(link), Some((token, message))) = (self.link, self.messages.pop_front()) {
@@ -192,8 +193,12 @@ impl FileDomain {
                     Ok(())
                 }
             };
-            moved = true;
+            let taken = result.is_ok();
             self.completions.push(Completion::Done { link, token, result });
+            moved = true;
+            if taken {
+                break;
+            }
         }
         moved
     }
@@ -375,5 +380,39 @@ impl Domain for FileDomain {
         self.jobs.clear();
         self.messages.clear();
         self.completions.clear();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{memory::file::FileBackend, wake::Waker};
+
+    /// Has room for one message until that has reached the pool, after the poll.
+    struct OneBuffer;
+
+    impl MessageRoom for OneBuffer {
+        fn admit(&self, _: usize) -> Admit {
+            Admit::Take
+        }
+    }
+
+    #[test]
+    fn a_poll_delivers_one_message() {
+        let mut domain = FileDomain::new(&FileQueue::new(&Waker::default(), FileBackend::Best));
+        let id = EngineId::random().unwrap();
+        let own = EngineAddress { id, name: "e".into(), endpoints: vec![domain.endpoint()] };
+        domain.announce(&own);
+        let link = domain.connect(Time(0), &own, 0).unwrap();
+        for _ in 0..3 {
+            let message = WorkRequest::Send(Arc::from(&b"m"[..]));
+            domain.post(link, Token::default(), &message).unwrap();
+        }
+        for _ in 0..3 {
+            let mut out = Vec::new();
+            domain.poll(Time(1), &OneBuffer, &mut out);
+            let messages = out.iter().filter(|c| matches!(c, Completion::Message { .. })).count();
+            assert_eq!(messages, 1, "{out:?}");
+        }
     }
 }
