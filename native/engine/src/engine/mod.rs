@@ -174,6 +174,9 @@ impl Counter {
     ///
     /// `writers` are the peers that will write. If one of them is lost first, the handle ends with
     /// [`EngineError::PeerLost`]. Without writers, only `timeout` ends the wait.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] for a writer that another engine made.
     pub fn expect(&self, n: u32, writers: &[Peer], timeout: Duration) -> Result<Handle> {
         self.expect_for(Span::NONE, n, writers, timeout)
     }

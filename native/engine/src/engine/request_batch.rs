@@ -349,8 +349,8 @@ impl TransferEngine {
     /// alive. `observer` gets the events by index.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for a counter of another engine or an `n` of 0, or if the engine
-    /// accepts no expectations. There are no events then.
+    /// [`EngineError::Invalid`] for a counter or a writer of another engine or an `n` of 0, or if
+    /// the engine accepts no expectations. There are no events then.
     pub fn expect_batch(
         &self,
         expected: &[Expect<'_>],
@@ -358,13 +358,14 @@ impl TransferEngine {
         observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
         let wrong = |text: &str| Err(EngineError::Invalid(text.into()));
-        for Expect { counter, n, .. } in expected {
+        for Expect { counter, n, writers } in expected {
             if !Arc::ptr_eq(&counter.inner.shared, &self.shared) {
                 return wrong("the counter belongs to another engine; make it with this one");
             }
             if *n == 0 {
                 return wrong("an expectation of no writes; leave it out");
             }
+            writers.iter().try_for_each(|peer| self.shared.check_peer(peer))?;
         }
         self.shared.expect_batch(expected, timeout, observer)
     }

@@ -246,6 +246,8 @@ impl Shared {
         (timeout, span): (Duration, Option<Span>),
     ) -> Result<Handle> {
         self.driver()?;
+        // Later it would pass for the loss of that peer, to all expectations.
+        writers.iter().try_for_each(|peer| self.check_peer(peer))?;
         if n == 0 {
             return Ok(Handle::done("expectation", Ok(())));
         }

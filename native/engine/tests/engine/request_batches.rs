@@ -274,3 +274,21 @@ fn requests_of_many_threads_are_reported_once() {
     assert!(a.submit_batch(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
     assert_eq!(nothing.of(0), []);
 }
+
+#[test]
+fn an_expectation_with_a_peer_of_another_engine_fails_no_other() {
+    let mut net = SimNet::new(SimConfig::default());
+    let mut open = || net.engine(EngineConfig::default()).unwrap();
+    let (a, b, writer) = (open(), open(), open());
+    let (mine, theirs) = (a.peer(writer.address()).unwrap(), b.peer(writer.address()).unwrap());
+    let (counter, other) = (a.counter().unwrap(), a.counter().unwrap());
+    let waits = counter.expect(1, std::slice::from_ref(&mine), Duration::from_secs(9)).unwrap();
+    let writers = &[mine, theirs];
+    let refused = other.expect(1, writers, Duration::from_secs(9)).unwrap_err();
+    assert!(matches!(refused, EngineError::Invalid(_)), "{refused}");
+    let expected = [Expect { counter: &other, n: 1, writers }];
+    let recorder = Arc::new(EventRecorder::default());
+    let refused = a.expect_batch(&expected, Duration::from_secs(9), recorder).unwrap_err();
+    assert!(matches!(refused, EngineError::Invalid(_)), "{refused}");
+    assert_eq!(waits.poll(), None);
+}
