@@ -304,3 +304,69 @@ impl RemoteRegion {
         Ok(Self { offset: self.offset + offset, len, ..self.clone() })
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{
+        api::{EngineAddress, EngineConfig, EngineId, TransportKind},
+        domain::{
+            Admit, Completion, Data, Domain, LocalAddr, MessageRoom, Seq, Token, WorkRequest,
+        },
+        time::Time,
+        transport::shm::ShmDomain,
+        wake::Waker,
+        Quiescence, TransferEngine,
+    };
+
+    struct NoMessages;
+
+    impl MessageRoom for NoMessages {
+        fn admit(&self, _: usize) -> Admit {
+            Admit::Wait
+        }
+    }
+
+    #[test]
+    fn mr_1_a_revocation_is_not_over_because_its_engine_closes() {
+        let config = EngineConfig { transports: vec![TransportKind::Shm], ..Default::default() };
+        let engine = TransferEngine::open(config).unwrap();
+        let region = engine.alloc(4096).unwrap();
+        let id = EngineId::random().unwrap();
+        let mut peer =
+            ShmDomain::open(TransportKind::Shm, id, &EngineConfig::default(), &Waker::default())
+                .unwrap();
+        let endpoints = vec![peer.endpoint()];
+        peer.announce(&EngineAddress { id, name: String::new(), endpoints });
+        let link = peer.connect(Time(1), engine.address(), 0).unwrap();
+        let (mut now, mut out) = (Time(1), Vec::new());
+        let mut poll = |peer: &mut ShmDomain| {
+            now = now.after(Duration::from_millis(1));
+            peer.poll(now, &NoMessages, &mut out);
+            std::thread::yield_now();
+            out.iter().any(|c| matches!(c, Completion::LinkUp { .. }))
+        };
+        while !poll(&mut peer) {}
+        let descriptor = region.descriptor();
+        let data = Data {
+            local: LocalAddr(0),
+            local_region: 0,
+            local_seq: Seq::at(0),
+            remote: descriptor.key,
+            remote_keys: RailKeys::default(),
+            remote_seq: Seq::at(0),
+            page_len: 16,
+            pages: 1,
+        };
+        peer.post(link, Token::default(), &WorkRequest::Prepare { data }).unwrap();
+        while peer.map_peer_region(link, descriptor.key, None).is_err() {
+            poll(&mut peer);
+        }
+        // From here on the peer is stopped.
+        let revoked = region.revoke().unwrap();
+        engine.close();
+        let result = revoked.poll().expect("an engine that is closed ends all handles");
+        assert!(matches!(result, Err(EngineError::NotQuiesced { .. })), "{result:?}");
+        assert_eq!(revoked.quiescence(), Quiescence::Unknown);
+    }
+}

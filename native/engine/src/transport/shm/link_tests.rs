@@ -469,44 +469,6 @@ fn mr_1_a_close_waits_for_revocations_under_way() {
 }
 
 #[test]
-fn mr_1_a_revocation_is_not_over_because_its_engine_closes() {
-    let config = EngineConfig { transports: vec![TransportKind::Shm], ..Default::default() };
-    let engine = crate::TransferEngine::open(config).unwrap();
-    let region = engine.alloc(4096).unwrap();
-    let (mut peer, _) = domain();
-    let link = peer.connect(Time(1), engine.address(), 0).unwrap();
-    let (mut now, mut out) = (Time(1), Vec::new());
-    let mut poll = |peer: &mut ShmDomain| {
-        now = now.after(Duration::from_millis(1));
-        peer.poll(now, &NoRoom, &mut out);
-        std::thread::yield_now();
-        link_up(&out).is_some()
-    };
-    while !poll(&mut peer) {}
-    let descriptor = region.descriptor();
-    let data = Data {
-        local: LocalAddr(0),
-        local_region: 0,
-        local_seq: Seq::at(0),
-        remote: descriptor.key,
-        remote_keys: RailKeys::default(),
-        remote_seq: Seq::at(0),
-        page_len: 16,
-        pages: 1,
-    };
-    peer.post(link, Token::default(), &WorkRequest::Prepare { data }).unwrap();
-    while peer.map_peer_region(link, descriptor.key, None).is_err() {
-        poll(&mut peer);
-    }
-    // From here on the peer is stopped.
-    let revoked = region.revoke().unwrap();
-    engine.close();
-    let result = revoked.poll().expect("an engine that is closed ends all handles");
-    assert!(matches!(result, Err(crate::EngineError::NotQuiesced { .. })), "{result:?}");
-    assert_eq!(revoked.quiescence(), crate::Quiescence::Unknown);
-}
-
-#[test]
 fn rs_4_a_peer_with_a_corrupt_ring_is_lost_and_keeps_no_engine_awake() {
     let mut pair = Pair::new();
     let slot = ShmDomain::slot(pair.own_link);
