@@ -275,6 +275,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             self._sender.begin(step.ready)
         if self._fetcher is not None:
             self._fetcher.cancel(step.cancelled)
+            self._fetcher.decline(step.declined)
             self._fetcher.renew(step.renewals)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -59,6 +59,7 @@ class Fetcher:
         self._on_release, self._zeroes = on_release, zeroes
         self._decoder, self._cache = decoder, cache
         self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
+        self._null_tables = [[0] for _ in cache.layouts[0].groups]
         # The sessions with a prefiller's stages, by their offers.
         self._prefillers: dict[tuple[bytes, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
@@ -94,6 +95,15 @@ class Fetcher:
             if request in self._open:
                 self._cancelled.add(request)
                 _cancel(self._open[request].pulls)
+
+    def decline(self, loads: Sequence[Load]) -> None:
+        """Tells prefillers that these pages aren't needed."""
+        for load in loads:
+            try:
+                for stage in self._stages(load.offer):
+                    self._pull(load, stage)
+            except FabricError as error:
+                _LOG.warning("the pages of request %s stay for a lease: %s", load.request, error)
 
     def renew(self, leases: Mapping[str, Sequence[int]]) -> None:
         """Renews leases, by the prefiller's offer. One that was lost is not called again for it."""
@@ -154,11 +164,13 @@ class Fetcher:
 
     def _pull(self, load: Load, prefiller: int) -> Pull:
         claim = Claim(load.transfer, load.digest, load.request, self._ranks, weights())
+        # A prefiller writes nothing for a claim without a digest.
+        tables = self._cache.tables(load.tables, load.tokens) if load.digest else self._null_tables
         with observe.span(load.request):
             return self._decoder.pull(
                 prefiller,
                 tokens=load.tokens,
-                tables=self._cache.tables(load.tables, load.tokens),
+                tables=tables,
                 have=load.have,
                 payload=claim.encoded(),
                 timeout=self._timeout,

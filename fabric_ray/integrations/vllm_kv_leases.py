@@ -38,6 +38,11 @@ class Renewals:
         """A request has left the queue, if it was there."""
         self._queued.pop(request, None)
 
+    def names(self, transfer: str) -> bool:
+        """Whether a request in the queue needs this transfer."""
+        number = lease_number(transfer)
+        return any(lease == number for _, lease in self._queued.values())
+
     def due(self) -> dict[str, list[int]]:
         """The leases to renew now, by the prefiller's offer."""
         leases: dict[str, list[int]] = {}

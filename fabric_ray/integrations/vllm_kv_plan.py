@@ -24,7 +24,8 @@ class Claim(msgspec.Struct, frozen=True):
     transfer: str
     """The name that both requests carry."""
     digest: bytes
-    """Of the prompt, so that a reused name can't bring another prompt's pages."""
+    """Of the prompt, so that a reused name can't bring another prompt's pages. Empty where the
+    decoder needs no pages."""
     attempt: str
     """The decoder's request; all of its ranks ask."""
     ranks: int
@@ -66,7 +67,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks of a request that are to be filled by a prefiller."""
+    """Blocks of a request that are to be filled by a prefiller; none where it is declined."""
 
     request: str
     transfer: str
@@ -106,6 +107,8 @@ class Step:
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     """Requests whose loads were cancelled."""
+    declined: list[Load] = field(default_factory=list)
+    """What is never loaded: the prefiller is told, so that it keeps no pages."""
     renewals: dict[str, list[int]] = field(default_factory=dict)
     """Leases that a decoder renews, by the prefiller's offer."""
     is_starved: bool = False

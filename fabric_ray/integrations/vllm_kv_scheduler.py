@@ -204,6 +204,7 @@ class KvScheduler:
             # What a preemption loses later is computed here.
             params["do_remote_prefill"] = False
             if external <= 0:
+                self._decline(request)
                 return
             tokens, offer = have + external, params.get("remote_offer")
             transfer, digest = self._named(request)
@@ -219,6 +220,16 @@ class KvScheduler:
             self._next.loads.append(load)
             self._loading[number] = transfer, digest
             self._coming.add(self._loading[number])
+
+    def _decline(self, request: Any) -> None:
+        """A request loads none of its pages. Its prefiller is told, unless another answer to the
+        prompt loads them."""
+        offer, named = request.kv_transfer_params.get("remote_offer"), self._named(request)
+        is_asked = named in self._coming or named in self._loaded
+        is_asked |= self._renewals.names(named[0])
+        if self._consumes and isinstance(offer, str) and not is_asked:
+            load = Load(request.request_id, named[0], b"", offer, tokens=1, have=0, tables=())
+            self._next.declined.append(load)
 
     def _prefill_of(self, request: Any) -> _Prefill:
         prefill = self._prefills.get(request.request_id)
@@ -324,6 +335,8 @@ class KvScheduler:
         if not params:
             return False, None
         number = request.request_id
+        if params.get("do_remote_prefill"):
+            self._decline(request)
         self._local.pop(number, None)
         self._names.pop(number, None)
         if number in self._loading:
@@ -414,7 +427,7 @@ class KvScheduler:
         is vLLM's own work, unless vLLM is paused, when it must come to rest. Blocks that stay for
         long are asked about when vLLM wakes for something else, at most once in ``_ASKING``."""
         step, now = self._next, time.monotonic()
-        if self._ending or step.ready or step.failed or step.cancelled:
+        if self._ending or step.ready or step.failed or step.cancelled or step.declined:
             return True
         if not self._held:
             return False

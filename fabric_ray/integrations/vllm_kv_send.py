@@ -233,12 +233,15 @@ class Sender:
             if why is None:
                 transfer = self._kept(claim.transfer)
                 why = transfer.why
-            if why is None:
+            if why is None and claim.digest:
                 transfer.waiting.append((job, claim))
         if why is not None:
             job.fail(f"transfer {claim.transfer}: {why}")
             return
         job.on_release(lambda: self._released(transfer, job, claim))
+        if not claim.digest:
+            job.fail("the decoder needs no pages")
+            return
         if transfer.computed:
             self._take(transfer)
 
