@@ -17,22 +17,63 @@ binding and concurrent hand-off). Without this import Ray hands off after the pr
 
 from __future__ import annotations
 
+import logging
+import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.vllm_plugin import CONNECTOR
 
-_PACKAGE = "ray[serve,llm]==2.60.0"
-_KV_TRANSFER = "ray.llm._internal.serve.engines.vllm.kv_transfer"
-_base: Any = framework(f"{_KV_TRANSFER}.base", "serve", _PACKAGE)
-_factory: Any = framework(f"{_KV_TRANSFER}.factory", "serve", _PACKAGE)
+_LOG = logging.getLogger(__name__)
 
-build_pd_openai_app: Any = framework("ray.serve.llm", "serve", _PACKAGE).build_pd_openai_app
+_PACKAGE = "ray[serve,llm]==2.60.0"
+_SERVE = "ray.llm._internal.serve"
+_ray: Any = framework("ray", "serve", _PACKAGE)
+_worker: Any = framework("ray._private.worker", "serve", _PACKAGE)
+_registry: Any = framework(f"{_SERVE}.utils.registry", "serve", _PACKAGE)
+_base: Any = framework(f"{_SERVE}.engines.vllm.kv_transfer.base", "serve", _PACKAGE)
+_builder: Any = framework(f"{_SERVE}.serving_patterns.prefill_decode.builder", "serve", _PACKAGE)
+
+_SET_TOKEN = "run `export FABRIC_RAY_TOKEN=...` in the shell of `ray start`, the same on every node"
+_ROLES = {
+    "prefill_config": ("kv_producer", "kv_both"),
+    "decode_config": ("kv_consumer", "kv_both"),
+}
+_HOOKS = (
+    "requires_peer_binding",
+    "concurrent_handoff",
+    "setup",
+    "replica_metadata",
+    "prepare_prefill_request",
+    "prepare_decode_request",
+)
+if _lacking := [name for name in _HOOKS if not hasattr(_base.BaseConnectorBackend, name)]:
+    raise Unsupported(
+        f"Ray Serve LLM of this version doesn't call a connector's {', '.join(_lacking)}: got Ray "
+        f"{_ray.__version__}, expected 2.57 to 2.60; run: pip install '{_PACKAGE}'"
+    )
+
+
+def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Any:
+    """Ray's application of that name.
+
+    Raises:
+        InvalidArgument: a side whose ``kv_role`` doesn't send or load pages, as that side must.
+    """
+    args = _builder.PDServingArgs.model_validate(pd_serving_args)
+    for side, roles in _ROLES.items():
+        transfer = getattr(args, side).engine_kwargs["kv_transfer_config"]
+        if transfer.get("kv_connector") == CONNECTOR and transfer.get("kv_role") not in roles:
+            raise InvalidArgument(
+                f"{side}, field `kv_role` of kv_transfer_config: got {transfer.get('kv_role')!r}, "
+                f"expected {' or '.join(roles)}"
+            )
+    return _builder.build_pd_openai_app(args)
 
 
 class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[misc]
@@ -44,6 +85,14 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
     def setup(self) -> None:
         """Has a prefill engine's scheduler, a process of this host, leave its offer in a file, and
         a decode engine compute what doesn't come."""
+        nodes = [node for node in _ray.nodes() if node["Alive"]] if _ray.is_initialized() else []
+        if len(nodes) > 1 and not self._has_token():
+            _LOG.warning(
+                "this cluster has %d nodes and no token, so that this replica exchanges pages with "
+                "replicas of its own node only; %s",
+                len(nodes),
+                _SET_TOKEN,
+            )
         self.kv_transfer_config.setdefault("kv_load_failure_policy", "recompute")
         if self.kv_transfer_config.get("kv_role") == "kv_consumer":
             return
@@ -53,7 +102,8 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
         self.kv_transfer_config["kv_connector_extra_config"] = {**extra, "offer_file": offer_file}
 
     def replica_metadata(self) -> dict[str, Any]:
-        """Of a prefill replica whose engine has started; Serve asks once.
+        """Of a prefill replica whose engine has started; Serve asks once. ``peers`` says whose
+        connections its engines accept.
 
         Raises:
             InvalidArgument: the engine offers no pages.
@@ -65,7 +115,7 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
                 "this replica's engine offers no pages; give prefill_config the kv_role "
                 "kv_producer or kv_both, and an engine core on the replica's host"
             )
-        found = {"remote_offer": path.read_text()}
+        found = {"remote_offer": path.read_text(), "peers": self._peers()}
         self._folder.cleanup()
         return found
 
@@ -87,8 +137,8 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
         answers or the prompt's logits are asked for.
 
         Raises:
-            InvalidArgument: the prefill replica published no offer, or this engine loads no pages:
-                it would compute every prompt once more.
+            InvalidArgument: the prefill replica published no offer, its engines don't accept this
+                one, or this engine loads no pages: it would compute every prompt once more.
         """
         role = self.kv_transfer_config.get("kv_role")
         if role == "kv_producer":
@@ -98,15 +148,31 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
             )
         if request.kv_transfer_params is None:
             return request.model_copy(deep=True)
-        offer = (peer or {}).get("remote_offer")
+        peer = peer or {}
+        offer = peer.get("remote_offer")
         if offer is None:
             raise InvalidArgument(
                 "the prefill replica published no offer; name FabricRayConnector as kv_connector "
                 "in prefill_config and in decode_config (MultiConnector publishes none)"
             )
+        if (theirs := peer["peers"]) != (ours := self._peers()):
+            raise InvalidArgument(
+                f"the prefill replica's engines accept {theirs}, and this decode replica's {ours}: "
+                f"no pages would come; {_SET_TOKEN}"
+            )
         decode = request.model_copy(deep=True)
         decode.kv_transfer_params |= {"do_remote_prefill": True, "remote_offer": offer}
         return decode
+
+    def _has_token(self) -> bool:
+        extra = self.kv_transfer_config.get("kv_connector_extra_config") or {}
+        return bool((extra.get("engine") or {}).get("token") or os.environ.get("FABRIC_RAY_TOKEN"))
+
+    def _peers(self) -> str:
+        """Which peers the engines accept: without a token they listen on loopback."""
+        if self._has_token():
+            return "peers with a token"
+        return f"peers of node {_ray.get_runtime_context().get_node_id()}"
 
 
 def _is_one(request: Any) -> bool:
@@ -127,7 +193,14 @@ def _inputs(given: Any) -> int:
     return int(given is not None)
 
 
-with suppress(ValueError):  # another job of this cluster has
-    _factory.KVConnectorBackendFactory.register_backend(
-        CONNECTOR, f"{__name__}:{FabricRayConnectorBackend.__name__}"
-    )
+def register() -> None:
+    """Tells the processes of the cluster of the back end. Ray's registry keeps what it was told
+    before, and tells a second cluster of this process nothing."""
+    with suppress(ValueError):  # another job of this cluster has
+        _registry.ComponentRegistry("kv_connector_backend").register(
+            CONNECTOR, f"{__name__}:{FabricRayConnectorBackend.__name__}"
+        )
+
+
+register()
+_worker._post_init_hooks.append(register)
