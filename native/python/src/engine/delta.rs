@@ -14,7 +14,7 @@ use fabric_plan::{delta, Row};
 use pyo3::prelude::*;
 use twox_hash::XxHash3_64;
 
-use super::{class_arg::ClassArg, copies::Copy, memory::Region};
+use super::{class_arg::ClassArg, copies::Copy, memory::Region, threads::on_threads};
 use crate::errors::{raise, OrRaise};
 
 /// Bytes that one thread takes at a time.
@@ -114,41 +114,6 @@ impl Piece {
 
 fn pieces(copies: &[Copy], itemsizes: &[u64]) -> Vec<Piece> {
     copies.iter().zip(itemsizes).map(|(copy, &size)| Piece::new(copy, size)).collect()
-}
-
-/// Runs `work` on all tasks, in several threads; returns results in order of tasks.
-fn on_threads<T: Send, R: Send>(
-    tasks: Vec<T>,
-    threads: usize,
-    work: impl Fn(T) -> fe::Result<R> + Sync,
-) -> fe::Result<Vec<R>> {
-    let threads = threads.clamp(1, tasks.len().max(1));
-    if threads == 1 {
-        return tasks.into_iter().map(work).collect();
-    }
-    let left = Mutex::new(tasks.into_iter().enumerate());
-    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let run = || -> fe::Result<Vec<(usize, R)>> {
-        let mut done = Vec::new();
-        while let Some((number, task)) = next() {
-            done.push((number, work(task)?));
-        }
-        Ok(done)
-    };
-    let mut all = Vec::new();
-    std::thread::scope(|scope| -> fe::Result<()> {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
-        all.extend(run()?);
-        for other in others {
-            let done = other.join().map_err(|_| {
-                fe::EngineError::Invalid("a thread that compares weights has panicked".into())
-            })?;
-            all.extend(done?);
-        }
-        Ok(())
-    })?;
-    all.sort_unstable_by_key(|(number, _)| *number);
-    Ok(all.into_iter().map(|(_, result)| result).collect())
 }
 
 /// The bytes of copies as of the last version, and the encoding of what changed since.

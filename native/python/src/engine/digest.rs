@@ -1,4 +1,4 @@
-use std::hash::Hasher;
+use std::{hash::Hasher, ops::Range};
 
 use fabric_engine as fe;
 use fe::api::{PageIndices, Pages as EnginePages};
@@ -9,11 +9,13 @@ use super::{
     checked_int,
     class_arg::ClassArg,
     memory::{Pages, Region},
+    threads::on_threads,
 };
 use crate::errors::{raise, OrRaise};
 
-/// Bytes of GPU memory that are copied to the host at a time.
+/// Bytes that a thread takes at a time; of GPU memory, bytes that are copied to the host.
 const AT_A_TIME: u64 = 8 << 20;
+const MAX_THREADS: usize = 8;
 
 struct PageRun {
     region: fe::Region,
@@ -62,10 +64,14 @@ impl Digest {
 
     /// The digest of the bytes as they are now.
     fn compute(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| {
-            self.runs.iter().try_fold(0u64, |sum, run| Ok(sum.wrapping_add(run.digest()?)))
-        })
-        .or_raise(py)
+        let groups: Vec<_> = self.runs.iter().flat_map(PageRun::groups).collect();
+        let threads = match self.runs.iter().any(PageRun::is_on_gpu) {
+            true => 1,
+            false => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS),
+        };
+        let sums = |groups| on_threads(groups, threads, |(run, group)| PageRun::digest(run, group));
+        let sum = |sums: Vec<u64>| sums.into_iter().fold(0, u64::wrapping_add);
+        py.detach(|| sums(groups).map(sum)).or_raise(py)
     }
 
     fn __repr__(&self) -> String {
@@ -94,28 +100,34 @@ impl Digest {
 }
 
 impl PageRun {
-    fn digest(&self) -> fe::Result<u64> {
-        let limit = self.region.location().cuda().map_or(u64::MAX, |_| AT_A_TIME);
-        let (count, from, to) = (self.pages.indices.len(), self.pages.list(), self.places.list());
-        let mut sum = 0u64;
-        if self.page_len > limit {
-            for i in 0..count {
-                let seed = nth(&self.places, to, i);
-                sum = sum.wrapping_add(self.in_parts(nth(&self.pages, from, i), seed)?);
-            }
-            return Ok(sum);
-        }
+    fn is_on_gpu(&self) -> bool {
+        self.region.location().cuda().is_some()
+    }
+
+    /// The pages in groups of about [`AT_A_TIME`] bytes.
+    fn groups(&self) -> impl Iterator<Item = (&Self, Range<u32>)> {
         // A list of ranges must not be large either.
-        let together = (limit / self.page_len.max(1)).clamp(1, 1 << 16) as usize;
-        for first in (0..count).step_by(together) {
-            let pages = first..count.min(first.saturating_add(together as u32));
-            let ranges: Vec<(u64, u64)> =
-                pages.map(|i| (nth(&self.pages, from, i), self.page_len)).collect();
-            self.region.with_ranges(&ranges, |i, bytes| {
-                let seed = nth(&self.places, to, first + i as u32);
-                sum = sum.wrapping_add(XxHash3_64::oneshot_with_seed(seed, bytes));
-            })?;
+        let together = (AT_A_TIME / self.page_len.max(1)).clamp(1, 1 << 16) as u32;
+        let count = self.pages.indices.len();
+        let begins = (0..count).step_by(together as usize);
+        begins.map(move |first| (self, first..count.min(first.saturating_add(together))))
+    }
+
+    fn digest(&self, group: Range<u32>) -> fe::Result<u64> {
+        let (from, to) = (self.pages.list(), self.places.list());
+        if self.is_on_gpu() && self.page_len > AT_A_TIME {
+            return group.into_iter().try_fold(0u64, |sum, i| {
+                let seed = nth(&self.places, to, i);
+                Ok(sum.wrapping_add(self.in_parts(nth(&self.pages, from, i), seed)?))
+            });
         }
+        let (first, mut sum) = (group.start, 0u64);
+        let ranges: Vec<(u64, u64)> =
+            group.map(|i| (nth(&self.pages, from, i), self.page_len)).collect();
+        self.region.with_ranges(&ranges, |i, bytes| {
+            let seed = nth(&self.places, to, first + i as u32);
+            sum = sum.wrapping_add(XxHash3_64::oneshot_with_seed(seed, bytes));
+        })?;
         Ok(sum)
     }
 

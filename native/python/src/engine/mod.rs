@@ -25,6 +25,7 @@ mod requests;
 mod segment;
 mod span;
 mod telemetry;
+mod threads;
 mod transfer;
 mod values;
 mod watcher;
