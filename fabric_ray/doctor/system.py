@@ -24,7 +24,7 @@ _LITTLE_SHM = _GIB
 
 
 def system(has_nics: bool, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yields what the system allows; ``has_nics`` says whether locked memory matters."""
+    """Yields what the system allows; ``has_nics``: locked memory and GPU memory on NICs matter."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield memlock(soft, hard, has_nics=has_nics, exempt=_may_lock_all())
     yield from device_files(root)
@@ -32,7 +32,7 @@ def system(has_nics: bool, root: Path = Path("/")) -> Iterator[Finding]:
     yield _shared_memory(root)
     yield hugepages(root)
     yield ptrace(root)
-    yield from _gpu_modules(root)
+    yield from _gpu_modules(root, has_nics=has_nics)
 
 
 def _size(nbytes: int) -> str:
@@ -164,7 +164,7 @@ def ptrace(root: Path) -> Finding:
     )
 
 
-def _gpu_modules(root: Path) -> Iterator[Finding]:
+def _gpu_modules(root: Path, *, has_nics: bool) -> Iterator[Finding]:
     nvidia = (root / "proc/driver/nvidia/version").exists()
     if not nvidia:
         yield Finding("gpu", "NVIDIA driver", "absent", "not loaded: no GPU memory here")
@@ -184,7 +184,7 @@ def _gpu_modules(root: Path) -> Iterator[Finding]:
         yield Finding(
             "peermem",
             "GPU memory on NICs",
-            "fail",
+            "fail" if has_nics else "absent",
             f"neither dma-buf (Linux {release}) nor nvidia-peermem",
             "modprobe nvidia-peermem, or use the open kernel driver on Linux 5.12 or later",
         )

@@ -190,6 +190,8 @@ def test_gpu_memory_that_no_nic_can_reach_is_a_failure(tmp_path: Path) -> None:
     codes = {f.code: f.status for f in system(has_nics=True, root=tmp_path)}
     assert codes["peermem"] == "fail"
     assert codes["gdrcopy"] == "warn"
+    codes = {f.code: f.status for f in system(has_nics=False, root=tmp_path)}
+    assert codes["peermem"] == "absent"
     (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
     codes = {f.code: f.status for f in system(has_nics=True, root=tmp_path)}
     assert codes["peermem"] == "ok"
