@@ -111,9 +111,10 @@ def _round(
     there = sender.import_region(dst.descriptor())
     began = time.monotonic()
     transfer = sender.write(src, there, imm=counter.ref, timeout=timeout)
+    # The sender knows why a write fails; its receiver would wait until the time is over.
+    transfer.wait(timeout)
     counter.wait(1, timeout=timeout)
     took = time.monotonic() - began
-    transfer.wait(timeout)
     if not np.array_equal(dst.numpy(), sent):
         raise FabricError("the bytes that arrived differ from the bytes that were sent")
     return took, transfer.transport

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import secrets
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fabric_ray import TransferEngine
 from fabric_ray.cli.findings import show
 from fabric_ray.doctor import Finding, Report, examine
 from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices, nowhere
@@ -48,6 +50,19 @@ def test_bytes_go_over_every_transport_of_this_machine() -> None:
     for transport in ("shm", "tcp"):
         assert sent[transport].status == "ok"
         assert "every byte compared" in sent[transport].detail
+
+
+class TokenPerEngineLink(Link):
+    """Both engines open, and neither lets the other in."""
+
+    def open(self, name: str, token: bytes, timeout: float, **options: Any) -> TransferEngine:
+        return super().open(name, secrets.token_bytes(16), timeout, **options)
+
+
+def test_a_write_that_fails_says_why_its_sender_could_not_send() -> None:
+    (finding,) = writes([TokenPerEngineLink("tcp")], 20)
+    assert (finding.code, finding.status, finding.subject) == ("write", "fail", "tcp")
+    assert "token" in finding.detail
 
 
 def test_a_link_that_can_not_be_opened_is_named() -> None:
