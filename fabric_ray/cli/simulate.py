@@ -69,11 +69,10 @@ def simulate(
     with errors_in_words(), working("planning") as tell:
         if plot is not None:
             check_picture(plot, option="--sensitivity")
-        cluster = Cluster(nics=nics, gbps=gbps, latency=latency / 1e6, page=round(page * 2**20))
-        bytes_ = None if watermark is None else round(watermark * 2**20)
-        setting = Setting(
-            cluster=cluster, costs=words.costs(costs), watermark=bytes_, gather=gather
-        )
+        page_nbytes = words.mebibytes("--page", page)
+        cluster = Cluster(nics=nics, gbps=gbps, latency=latency / 1e6, page=page_nbytes)
+        kept = None if watermark is None else words.mebibytes("--watermark", watermark)
+        setting = Setting(cluster=cluster, costs=words.costs(costs), watermark=kept, gather=gather)
         push = options.push(model, trainer, rollout, dtype)
         planned, _ = forecast(push)
         tell("simulating")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -94,6 +95,17 @@ def costs(text: str) -> Costs:
             )
         found[name] = float(number) / 1e6
     return Costs(**found)
+
+
+def mebibytes(option: str, number: float) -> int:
+    """Bytes of so many MiB.
+
+    Raises:
+        InvalidArgument: it isn't a finite number.
+    """
+    if not math.isfinite(number):
+        raise InvalidArgument(f"{option} {number}: give a number of MiB")
+    return round(number * 2**20)
 
 
 def _quantised(text: str) -> Format:

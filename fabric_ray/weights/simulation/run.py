@@ -68,9 +68,9 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
     tasks = Tasks(held, sent, push.formats, setting)
     ranks = plan.ranks("source")
     of = [tasks.of(rank) for rank in ranks]
-    watermark = setting.watermark or max(
-        _WATERMARK, max((t.unit.nbytes for these in of for t in these), default=0)
-    )
+    watermark = setting.watermark
+    if watermark is None:
+        watermark = max(_WATERMARK, *(t.unit.nbytes for these in of for t in these), 0)
     divided = [
         _steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)
     ]

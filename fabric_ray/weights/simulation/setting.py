@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
@@ -37,6 +39,11 @@ PER_CALL = ("h2d", "gather", "fuse", "quantise", "submit", "request")
 """The costs that are times."""
 
 
+_LONGEST_S = 3600.0
+# The largest work request of the simulated NICs.
+_LARGEST_PAGE = 1 << 30
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """NICs, the same at every rank."""
 
@@ -53,10 +60,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.nics <= 4:
             raise InvalidArgument(f"{self.nics} NICs: an engine drives 1 to 4 for each rank")
-        if self.gbps <= 0 or self.latency < 0 or self.page < 1:
+        rate = 0 < self.gbps < math.inf
+        if not (rate and 0 <= self.latency <= _LONGEST_S and 1 <= self.page <= _LARGEST_PAGE):
             raise InvalidArgument(
                 f"NICs of {self.gbps} Gb/s with {self.latency} s of latency and pages of "
-                f"{self.page} bytes: give a rate and pages above 0, and no negative latency"
+                f"{self.page} bytes: give a rate above 0, a latency from 0 to {_LONGEST_S:g} s, "
+                f"and pages of 1 to {_LARGEST_PAGE} bytes"
             )
 
 
@@ -70,3 +79,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     gather: bool = False
     """Whole tensors are gathered before they are sent (fabric-lib, section 5.2), one mesh group
     after the other; else each rank sends what it holds."""
+
+    def __post_init__(self) -> None:
+        if self.watermark is not None and self.watermark < 1:
+            raise InvalidArgument(
+                f"a watermark of {self.watermark} bytes: give 1 or more, or none for the default"
+            )
