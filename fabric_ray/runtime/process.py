@@ -39,10 +39,16 @@ class _Resident:
         self.engine = engine
         self.name = name
         self.pid = os.getpid()
+        self._node = _node_id() if name is not None else None
         self._stop = threading.Event()
         if name is not None:
             self._publish()
             threading.Thread(target=self._renew, name="fabric-lease", daemon=True).start()
+
+    @property
+    def in_other_cluster(self) -> bool:
+        """Whether this process has left the cluster of the engine for another one."""
+        return self._node is not None and ray.is_initialized() and _node_id() != self._node
 
     def _publish(self) -> None:
         context = ray.get_runtime_context()
@@ -55,6 +61,9 @@ class _Resident:
 
     def _renew(self) -> None:
         while not self._stop.wait(LEASE_S / 3):
+            # Between two clusters, or in another one, no peer looks for it.
+            if not ray.is_initialized() or self.in_other_cluster:
+                continue
             try:
                 lease = directory().renew(str(self.name), self.engine.id)
                 if lease == "unknown":
@@ -87,6 +96,7 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
 
     On Ray it knows the cluster's token, listens on the node's address, and is found in the
     directory under ``name`` (by default the actor's id). Without Ray it is an ordinary engine.
+    After ``ray.shutdown()``, the first call in another cluster closes it and opens a new one.
 
     Args:
         name: how others find it; only the first call of a process decides.
@@ -97,6 +107,8 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
     """
     global _current
     with _lock:
+        if _current is not None and _current.pid == os.getpid() and _current.in_other_cluster:
+            _current.close()
         if _current is None or _current.pid != os.getpid() or _current.engine.closed:
             _current = _open(name, overrides)
             atexit.register(shutdown)
@@ -106,6 +118,10 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
                 "before asking for another"
             )
         return _current.engine
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -93,3 +96,34 @@ def test_actors_find_each_other_by_name(cluster: list[str]) -> None:
     finally:
         ray.kill(a)
         ray.kill(b)
+
+
+TWO_CLUSTERS = """
+import ray
+from fabric_ray import runtime
+
+def join():
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    engine = runtime.engine(name="driver")
+    assert runtime.engine() is engine
+    assert runtime.directory().lookup("driver").id == engine.id
+    assert engine.config.token == runtime.cluster_token()
+    ray.shutdown()
+    return engine
+
+first = join()
+assert not first.closed
+second = join()
+assert first.closed
+print("joined both")
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_joins_another_cluster_has_an_engine_of_that_one() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_CLUSTERS], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("joined both\n")
