@@ -76,9 +76,13 @@ def register() -> None:
     registration.register()
 
 
+# As pydantic reads the booleans of an EngineConfig, and empty.
+_FALSE = ("", "0", "false", "f", "no", "n", "off")
+
+
 def _show_if_asked() -> None:
     """With ``FABRIC_RAY_OBSERVE=1`` a process shows itself from its first engine on."""
-    if os.environ.get("FABRIC_RAY_OBSERVE", "0") in ("", "0"):
+    if os.environ.get("FABRIC_RAY_OBSERVE", "").strip().lower() in _FALSE:
         return
     from fabric_ray.engine import on_open
     from fabric_ray.observe.serving import serve_quietly

@@ -283,7 +283,9 @@ def test_a_request_without_a_record_is_reported(runs_in: Path, pair: Pair) -> No
     assert "nothing is recorded of" in result.stderr
 
 
-@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "shown"), [("1", True), ("on", True), ("0", False), ("", False), ("False", False)]
+)
 def test_the_environment_has_a_process_show_itself(runs_in: Path, value: str, shown: bool) -> None:
     program = (
         "import fabric_ray\n"
