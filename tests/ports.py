@@ -1,4 +1,4 @@
-"""Ports that no other program takes meanwhile."""
+"""Ports that no other program takes meanwhile, and addresses."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def free_ports(count: int = 1) -> tuple[int, int]:
         _asked += base + count - first
         return base, base + count - 1
     raise RuntimeError(f"no {count} neighbouring ports are free from {first} on")
+
+
+def has_ipv6() -> bool:
+    """Whether the loopback interface has ``::1``."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

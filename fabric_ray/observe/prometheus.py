@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -99,11 +100,15 @@ class Endpoint:
             def log_message(self, format: str, *args: object) -> None:
                 _log.debug(format, *args)
 
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
+            self._server = Server((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
             raise ResourceError(
-                f"metrics can't be told at {host}:{port}: {error.strerror}; choose another port, "
+                f"metrics can't be told at {host}:{port}: {cause}; choose another port, "
                 "or 0 for any"
             ) from None
         self._server.daemon_threads = True

@@ -17,7 +17,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import InvalidArgument, ResourceError
 from fabric_ray.rpc import Server
-from tests.ports import free_ports
+from tests.ports import free_ports, has_ipv6
 
 Open = Callable[..., TransferEngine]
 TOKEN = b"of these tests"
@@ -80,7 +80,7 @@ def moves_bytes(a: TransferEngine, b: TransferEngine) -> None:
 def test_bytes_go_over_the_addresses_that_are_bound(
     open_engine: Open, listening: Listening, bind: Any
 ) -> None:
-    if "::1" in bind and not _has_ipv6():
+    if "::1" in bind and not has_ipv6():
         pytest.skip("this machine has no IPv6 loopback interface")
     a = open_engine("a", transport="tcp", bind=bind)
     b = open_engine("b", transport="tcp", bind=bind)
@@ -90,17 +90,8 @@ def test_bytes_go_over_the_addresses_that_are_bound(
     moves_bytes(b, a)
 
 
-def _has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
 def test_an_engine_reaches_one_that_listens_by_ipv6_alone(open_engine: Open) -> None:
-    if not _has_ipv6():
+    if not has_ipv6():
         pytest.skip("this machine has no IPv6 loopback interface")
     a = open_engine("a", transport="tcp", bind=("127.0.0.1",))
     b = open_engine("b", transport="tcp", bind=("::1",))
@@ -151,7 +142,7 @@ def test_an_address_whose_duplicates_are_still_looked_for_is_listened_on() -> No
 def test_all_addresses_are_listened_on_when_they_are_named(
     open_engine: Open, listening: Listening, every: str
 ) -> None:
-    if every == "::" and not _has_ipv6():
+    if every == "::" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     a = open_engine("a", transport="tcp", token=TOKEN, bind=(every, "127.0.0.1"))
     b = open_engine("b", transport="tcp", token=TOKEN)

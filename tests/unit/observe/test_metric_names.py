@@ -10,10 +10,12 @@ import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.engine.observability import Histogram
+from fabric_ray.errors import ResourceError
 from fabric_ray.observe import Endpoint
 from fabric_ray.observe.dashboard import dashboard
 from fabric_ray.observe.prometheus import render, text
 from fabric_ray.observe.samples import FAMILIES, Sample, samples
+from tests.ports import has_ipv6
 
 Pair = tuple[TransferEngine, TransferEngine]
 UNITS = ("_bytes", "_seconds", "_total")
@@ -87,6 +89,20 @@ def test_the_endpoint_has_the_processs_metrics(pair: Pair) -> None:
     assert set(re.findall(r"^# TYPE (\S+)", body, re.M)) == set(
         re.findall(r"^# TYPE (\S+)", text(), re.M)
     )
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_the_endpoint_listens_at_an_ipv6_address() -> None:
+    with (
+        Endpoint(host="::1") as endpoint,
+        urllib.request.urlopen(f"http://[::1]:{endpoint.port}/metrics", timeout=10) as answer,
+    ):
+        assert answer.status == 200
+
+
+def test_an_endpoint_that_can_not_listen_says_why() -> None:
+    with pytest.raises(ResourceError, match=r"at 127\.0\.0\.1:70000: .* 0-65535"):
+        Endpoint(70000)
 
 
 def test_the_dashboard_names_metrics_and_labels_that_there_are() -> None:
