@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fabric_ray.cli.main import app
 from fabric_ray.models import config_to_hf, parameter_shapes
 from fabric_ray.models.presets import PRESETS
+from fabric_ray.weights.forecast import peak_nbytes
 from tests.unit.models.small_models import SMALL
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
@@ -222,3 +223,12 @@ def test_what_the_page_shows_runs(
     monkeypatch.chdir(tmp_path)
     done = run(*shlex.split(command)[2:])
     assert done.exit_code == 0, done.output
+
+
+def test_a_kernel_that_tells_no_peak_of_memory_is_no_reason_to_fail(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    assert peak_nbytes(status) > 1 << 20
+    status.write_text("VmSize:\t 512 kB\nVmRSS:\t 256 kB\n")
+    assert peak_nbytes(status) > 1 << 20
+    status.write_text("VmHWM:\t 512 kB\n")
+    assert peak_nbytes(status) == 512 << 10
