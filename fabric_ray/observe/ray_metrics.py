@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from threading import Event, Lock, Thread
 
@@ -11,6 +12,8 @@ from fabric_ray.engine.observability import Histogram
 from fabric_ray.observe import process
 from fabric_ray.observe.prometheus import buckets
 from fabric_ray.observe.samples import FAMILIES, Family, Sample, samples
+
+_log = logging.getLogger("fabric_ray.observe")
 
 
 class RayExport:
@@ -84,7 +87,11 @@ class RayExport:
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval):
-            self.tell()
+            try:
+                self.tell()
+            except Exception:
+                # The next time may do: Ray's last values would look like those of now.
+                _log.warning("metrics could not be handed to Ray", exc_info=True)
 
     def close(self) -> None:
         """Ends the thread, after a last word."""

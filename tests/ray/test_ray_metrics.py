@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import re
+import threading
 import time
 import urllib.request
 from contextlib import suppress
 
 import pytest
 import ray
+
+from fabric_ray.observe.samples import Sample
 
 pytest.importorskip("prometheus_client", reason="Ray's agents export metrics with it")
 
@@ -53,3 +59,21 @@ def test_what_an_engine_counts_is_exported_by_its_node() -> None:
         with suppress(OSError):  # the node's agent doesn't listen yet
             text = told(node)
     ray.kill(worker)
+
+
+def test_an_export_goes_on_after_one_that_failed() -> None:
+    from fabric_ray.observe.ray_metrics import RayExport
+
+    looks, went_on = itertools.count(), threading.Event()
+
+    def read() -> list[Sample]:
+        if next(looks) == 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        went_on.set()
+        return []
+
+    export = RayExport(interval=0.01, read=read)
+    try:
+        assert went_on.wait(30)
+    finally:
+        export.close()
