@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Posts a write that is long enough for a bulk stream.
-fn post(end: &mut End, slot: u32) {
+pub(super) fn post(end: &mut End, slot: u32) {
     let data = Data {
         local: LocalAddr(end.memory.as_mut_ptr() as usize),
         local_region: 0,

@@ -67,6 +67,7 @@ pub fn peer_input(bytes: &[u8]) {
         let token = Token { slot: slot as u32, ..Token::default() };
         let _ = domain.post(id, token, wr);
     }
+    domain.flush();
 
     // The first byte is the number of bytes for the first stream.
     let Some((cut, input)) = bytes.split_first() else { return };

@@ -2,6 +2,8 @@
 //! received straight into their region and acknowledged afterwards.
 
 #[cfg(test)]
+mod ack_tests;
+#[cfg(test)]
 mod bulk_tests;
 mod frame;
 #[cfg(any(test, fuzzing))]

@@ -50,8 +50,7 @@ impl TcpDomain {
         header.op = link.open_op(token, 1);
         let Some(key) = link.urgent_stream() else { return };
         let stream = &mut self.sockets[key].stream;
-        stream.await_ack(header.op);
-        stream.queue_frame(&header, &[], body);
+        stream.queue_op(&header, &[], body);
     }
 
     fn write(&mut self, id: LinkId, token: Token, data: &Data, count: Option<Count>) {
@@ -78,14 +77,12 @@ impl TcpDomain {
         }
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let stream = &mut self.sockets[*key].stream;
-            stream.await_ack(header.op);
             if cut == 1 {
-                stream.queue_frame(&header, &indices, Some(cursor));
-                return;
+                return stream.queue_op(&header, &indices, Some(cursor));
             }
             let (from, len) = part(bytes, cut, i as u64);
             let h = Header { offset: header.offset + from, len, ..header };
-            stream.queue_frame(&h, &[], Some(cursor.part(from, len)));
+            stream.queue_op(&h, &[], Some(cursor.part(from, len)));
         }
     }
 
@@ -378,10 +375,9 @@ impl TcpDomain {
                 if header.code != 0 {
                     let why = format!(
                         "the message is longer than the peer's receive buffers of {limit} bytes"
-                    );
-                    link.refuse(header.op, DomainError::Refused(why));
-                }
-                self.part_done(id, header.op, out);
+                    ))),
+                };
+                out.push(Completion::Done { link: id, token, result });
             }
             Kind::ControlMessage => {
                 if self.control_messages.len() > MAX_OPS {

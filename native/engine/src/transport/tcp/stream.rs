@@ -57,6 +57,13 @@ struct QueuedFrame {
     reply_bytes: u64,
 }
 
+/// An operation whose frame was queued.
+struct UnackedOp {
+    op: u64,
+    /// Position of the frame's end among all bytes of the stream.
+    end: u64,
+}
+
 enum QueuedData {
     Bytes { bytes: Vec<u8>, sent: usize },
     Pages(PageCursor),
@@ -98,10 +105,10 @@ pub(super) struct Stream {
     spare: Vec<u8>,
     /// Whether the socket took less than it was given; wait for room.
     pub blocked: bool,
+    /// Bytes that the socket has taken.
+    sent: u64,
     /// Operations whose frames were queued here and are not acknowledged, in order.
-    unacked: VecDeque<u64>,
-    /// Upper bound of those that are not sent yet.
-    unsent_ops: usize,
+    unacked: VecDeque<UnackedOp>,
     /// Number of acknowledged operations.
     acked: u64,
     /// Number of the peer's frames executed, and the number last acknowledged.
@@ -132,8 +139,8 @@ impl Stream {
             throttled: false,
             spare: Vec::new(),
             blocked: false,
+            sent: 0,
             unacked: VecDeque::new(),
-            unsent_ops: 0,
             acked: 0,
             executed: 0,
             executed_acked: 0,
@@ -225,21 +232,26 @@ impl Stream {
         }
     }
 
-    /// Expects an acknowledgement for the next frame, in order.
-    pub fn await_ack(&mut self, op: u64) {
-        self.unacked.push_back(op);
-        self.unsent_ops += 1;
+    /// Queues a frame that the peer acknowledges, in order.
+    pub fn queue_op(&mut self, header: &Header, indices: &[u32], body: Option<PageCursor>) {
+        self.queue_frame(header, indices, body);
+        self.unacked.push_back(UnackedOp { op: header.op, end: self.sent + self.unsent });
     }
 
     /// The peer has executed `done` frames in total; returns their operations.
+    ///
+    /// # Errors
+    /// One of the frames was not sent in full: its memory is still to be read.
     pub fn acked(&mut self, done: u64) -> Result<Vec<u64>, DomainError> {
+        let what = "an acknowledgement of a frame that was not sent";
+        let unsent = || DomainError::Handshake(what.into());
         let most = self.unacked.len() as u64;
-        let n = done.checked_sub(self.acked).filter(|n| *n <= most).ok_or_else(|| {
-            DomainError::Handshake("an acknowledgement of a frame that was not sent".into())
-        })?;
+        let n = done.checked_sub(self.acked).filter(|n| *n <= most).ok_or_else(unsent)? as usize;
+        if n > 0 && self.unacked[n - 1].end > self.sent {
+            return Err(unsent());
+        }
         self.acked = done;
-        self.unsent_ops = self.unsent_ops.min((most - n) as usize);
-        Ok(self.unacked.drain(..n as usize).collect())
+        Ok(self.unacked.drain(..n).map(|u| u.op).collect())
     }
 
     /// Bytes and operations in the way of another frame: unsent ones first, then unacknowledged.
@@ -254,7 +266,7 @@ impl Stream {
 
     /// Whether all unacknowledged operations are still unsent.
     pub fn is_first_flight(&self) -> bool {
-        self.unacked.len() == self.unsent_ops
+        self.unacked.front().is_none_or(|first| first.end > self.sent)
     }
 
     /// Sends as much as the kernel takes; true if it took anything.
@@ -283,7 +295,7 @@ impl Stream {
             match raw::send(self.socket.as_fd(), &iov) {
                 Ok(n) => {
                     progressed = true;
-                    self.sent(n as u64);
+                    self.on_sent(n as u64);
                     if (n as u64) < offered {
                         self.blocked = true;
                         return Ok(true);
@@ -298,12 +310,12 @@ impl Stream {
             }
         }
         self.blocked = false;
-        self.unsent_ops = 0;
         Ok(progressed)
     }
 
-    fn sent(&mut self, mut n: u64) {
+    fn on_sent(&mut self, mut n: u64) {
         self.unsent -= n;
+        self.sent += n;
         while n > 0 {
             let Some(front) = self.out.front_mut() else { return };
             let done = match &mut front.data {
