@@ -50,3 +50,19 @@ fn mr_1_a_write_whose_bytes_are_not_sent_can_not_be_acknowledged() {
     let cause = end_of_link(&mut a, &mut now);
     assert!(cause.contains("acknowledgement of a frame that was not sent"), "{cause}");
 }
+
+#[test]
+fn mr_1_the_result_of_a_message_ends_neither_a_write_nor_a_read() {
+    // The first operation with a number, and the first without: see `Link::open_op`.
+    for (op, is_read) in [(1 << 32, false), ((1 << 63) | (1 << 32), true)] {
+        let (mut a, b, mut now) = joined();
+        match is_read {
+            true => assert!(a.read_all() > 0),
+            false => post(&mut a, 0),
+        }
+        let [_, to] = sockets_of(&a, &b, 0);
+        forge(&b, to, &Header { op, ..Header::new(Kind::MessageResult) });
+        let cause = end_of_link(&mut a, &mut now);
+        assert!(cause.contains("result of a message that was not sent"), "{cause}");
+    }
+}

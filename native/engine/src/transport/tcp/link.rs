@@ -36,8 +36,19 @@ pub(super) const MAX_OPS: usize = 1 << 16;
 /// that keeps to it is never throttled, so two peers that read from each other always progress.
 pub(super) const READ_WINDOW: u64 = super::stream::MAX_REPLY_BYTES / 2;
 
-/// A local operation: done when all its parts are acknowledged.
+/// The kind of an operation without a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unnumbered {
+    /// Its bytes land on this side.
+    Read,
+    /// It is never sent again.
+    Message,
+}
+
+/// A local operation: done when all its parts are.
 pub(super) struct Op {
+    /// `None` for writes and counts, which have a number.
+    kind: Option<Unnumbered>,
     /// The lower bits of its number, as sent: see [`Link::open`].
     serial: u32,
     number: u64,
@@ -139,17 +150,17 @@ impl Link {
     pub fn open_op(&mut self, token: Token, parts: u16) -> u64 {
         self.begun += 1;
         let (number, serial) = (self.begun, (self.begun & MASK) as u32);
-        let slot = self.ops.insert(Op { serial, number, token, parts, error: None });
+        let slot = self.ops.insert(Op { kind: None, serial, number, token, parts, error: None });
         u64::from(serial) << 32 | slot as u64
     }
 
-    /// Opens an operation without a number, which receipts do not mention: a read, whose bytes land
-    /// on this side, or a message, which is never sent again. With a number it would leave a gap in
-    /// the receipt, beyond which all numbers are remembered one by one.
-    pub fn open_unnumbered(&mut self, token: Token, parts: u16) -> u64 {
+    /// Opens an operation without a number, which receipts do not mention. With a number it would
+    /// leave a gap in the receipt, beyond which all numbers are remembered one by one.
+    pub fn open_unnumbered(&mut self, token: Token, kind: Unnumbered, parts: u16) -> u64 {
         self.reads = self.reads.wrapping_add(1);
         let serial = self.reads | 1 << NUMBER_BITS;
-        let slot = self.ops.insert(Op { serial, number: 0, token, parts, error: None });
+        let kind = Some(kind);
+        let slot = self.ops.insert(Op { kind, serial, number: 0, token, parts, error: None });
         u64::from(serial) << 32 | slot as u64
     }
 
@@ -180,6 +191,21 @@ impl Link {
         }
         let op = self.ops.remove((number & 0xFFFF_FFFF) as usize);
         Some((op.token, op.error.map_or(Ok(()), Err)))
+    }
+
+    /// The peer reports the result of a message; returns its token.
+    ///
+    /// # Errors
+    /// No such message is under way. Writes and reads end in other ways: until then their memory is
+    /// in use.
+    pub fn message_done(&mut self, number: u64) -> Result<Token, DomainError> {
+        let known = self.op(number).is_some_and(|op| op.kind == Some(Unnumbered::Message));
+        if !known {
+            let what = "the result of a message that was not sent";
+            return Err(DomainError::Handshake(what.into()));
+        }
+        self.messages -= 1;
+        Ok(self.ops.remove((number & 0xFFFF_FFFF) as usize).token)
     }
 
     pub fn open_fetch(&mut self, op: u64, into: PageCursor, cost: u64) -> u64 {
@@ -254,7 +280,7 @@ mod tests {
         let (mut sender, mut receiver) = (link(), link());
         for _ in 0..1000 {
             let write = sender.open_op(Token::default(), 1);
-            sender.open_unnumbered(Token::default(), 1);
+            sender.open_unnumbered(Token::default(), Unnumbered::Read, 1);
             receiver.on_op_executed(write, true);
             sender.part_done(write);
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{
     frame::{describe, reason, shown, Header, Kind, Refusal, HEADER},
-    link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
+    link::{Incoming, StreamKey, Unnumbered, MAX_OPS, MESSAGE_WINDOW},
     page_cursor::{PageCursor, PageIndex},
     stream::{reply_cost, Body, StreamStep},
     Role, TcpDomain, HOT_TIME,
@@ -31,7 +31,7 @@ impl TcpDomain {
             WorkRequest::Send(message) => {
                 let Some(link) = self.link(id) else { return };
                 link.messages += 1;
-                let op = link.open_unnumbered(token, 1);
+                let op = link.open_unnumbered(token, Unnumbered::Message, 1);
                 let header = Header { op, len: message.len() as u64, ..Header::new(Kind::Message) };
                 let Some(key) = link.urgent_stream() else { return };
                 let stream = &mut self.sockets[key].stream;
@@ -95,7 +95,7 @@ impl TcpDomain {
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
         let cost = reply_cost(bytes / cut, indices.len() as u64);
-        let op = link.open_unnumbered(token, cut as u16);
+        let op = link.open_unnumbered(token, Unnumbered::Read, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
             let into = if cut == 1 { cursor.clone() } else { cursor.part(from, len) };
@@ -371,9 +371,10 @@ impl TcpDomain {
             Kind::MessageResult => {
                 let limit = header.len;
                 let Some(link) = self.link(id) else { return Ok(()) };
-                link.messages = link.messages.saturating_sub(1);
-                if header.code != 0 {
-                    let why = format!(
+                let token = link.message_done(header.op)?;
+                let result = match header.code {
+                    0 => Ok(()),
+                    _ => Err(DomainError::Refused(format!(
                         "the message is longer than the peer's receive buffers of {limit} bytes"
                     ))),
                 };

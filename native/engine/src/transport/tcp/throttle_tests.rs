@@ -76,7 +76,7 @@ impl End {
     }
 
     /// Posts reads of as many single pages as a frame may name, until there is no room.
-    fn read_all(&mut self) -> usize {
+    pub fn read_all(&mut self) -> usize {
         let all = PageIndices::list((0..MAX_PAGES).collect::<Vec<u32>>()).unwrap();
         let PageIndices::List(list) = all else { unreachable!("it is a list") };
         for n in 0.. {
