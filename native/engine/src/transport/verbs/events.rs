@@ -34,8 +34,8 @@ impl VerbsDomain {
         }
         match kind {
             CompletionKind::Data => {
-                let number = link.number(number);
-                link.retire(number, |token| {
+                let number = link.ledger.number(number);
+                link.ledger.retire(number, |token| {
                     out.push(Completion::Done { link: id, token, result: Ok(()) });
                 });
             }
@@ -145,7 +145,7 @@ impl VerbsDomain {
                 self.on_data_qp_failed(id, status_text::event(sys::EVENT_QP_ACCESS_ERR), None)
             }
             CompletionKind::Data => {
-                let number = link.number(number);
+                let number = link.ledger.number(number);
                 let asked = matches!(wc.status, sys::WC_REM_ACCESS_ERR | sys::WC_REM_INV_REQ_ERR);
                 match asked {
                     _ if link.data_failure.is_some() => {}
@@ -174,7 +174,7 @@ impl VerbsDomain {
             return;
         }
         let cause = DomainError::LinkDown(format!("from {here} to {}: {why}", link.remote.label()));
-        let entry_of = request.and_then(|number| link.entry_of(number));
+        let entry_of = request.and_then(|number| link.ledger.entry_of(number));
         if let Some(e) = entry_of {
             link.channel.query_access(e.region, e.from, e.to.saturating_sub(e.from));
         }
@@ -183,7 +183,7 @@ impl VerbsDomain {
         // From here on the NIC accepts nothing for it. It is destroyed after its completions were
         // taken.
         link.stop();
-        link.unflushed = None;
+        link.ledger.unflushed = None;
         self.mark_dirty(id);
         self.tick_at = self.tick_at.min(until);
     }

@@ -1,6 +1,6 @@
 //! A link: two queue pairs to one peer, and the work under way on them.
 
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
 use fabric_sys::ibverbs as sys;
 
@@ -9,43 +9,16 @@ use super::{
     chain::{Chain, Wr},
     cq_pool::CqSlot,
     device::{Device, Pair, FRAME_DEPTH},
+    ledger::Ledger,
     memory::Slots,
     raw::Qp,
     work_id, CompletionKind,
 };
 use crate::{
-    api::RegionKey,
     domain::{DomainError, LinkId, LinkName, PeerIdentity, Token},
     time::Time,
     transport::nic::message_channel::{MessageChannel, SPARE},
 };
-
-/// A work request on the data queue pair: its requests `first` to `last`.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
-    pub token: Token,
-    pub first: u32,
-    /// The request whose completion completes the entry.
-    pub last: u32,
-    /// The bytes that it touches in the peer's region.
-    pub region: RegionKey,
-    pub from: u64,
-    pub to: u64,
-}
-
-/// Uncounted writes that are not known to be readable yet. A read of the last byte of the last one
-/// shows it: on PCIe a read pushes the writes before it (PCIe 2.4.1, table 2-40, C2a). An
-/// acknowledgement alone does not (InfiniBand 9.7.5.1.2).
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Unflushed {
-    /// Number of writes, and their bytes.
-    pub writes: usize,
-    pub bytes: u64,
-    /// Position of the last byte of the last write.
-    pub region: RegionKey,
-    pub addr: u64,
-    pub rkey: u32,
-}
 
 /// The data queue pair has failed; the link stays until both sides know why.
 #[derive(Debug)]
@@ -81,13 +54,7 @@ pub(super) struct Link {
     pub chain: Chain,
     message_chain: Chain,
     pub inline: u32,
-    pub depth: u32,
-    /// Requests posted and retired on the data queue pair. Both only grow, and wrap.
-    pub posted: u32,
-    pub retired: u32,
-    pub entries: VecDeque<Entry>,
-    /// The last entries, which wait for a flush read.
-    pub unflushed: Option<Unflushed>,
+    pub ledger: Ledger,
     /// Target of flush reads.
     pub scratch: sys::Sge,
     /// Immediates whose receive requests must be posted again.
@@ -133,11 +100,7 @@ impl Link {
             chain: Chain::new(),
             message_chain: Chain::new(),
             inline: pair.inline,
-            depth: device.limits.send_depth,
-            posted: 0,
-            retired: 0,
-            entries: VecDeque::with_capacity(device.limits.send_depth as usize),
-            unflushed: None,
+            ledger: Ledger::new(device.limits.send_depth),
             scratch,
             imms_used: 0,
             counted: 0,
@@ -153,36 +116,35 @@ impl Link {
         }
     }
 
-    /// Free requests of the data queue pair; one is kept for a flush read.
-    #[inline]
-    pub fn room(&self) -> u32 {
-        (self.depth - 1).saturating_sub(self.posted.wrapping_sub(self.retired))
-    }
-
     /// Adds a request to the chain; returns its number.
     #[inline]
     pub fn push(&mut self, mut wr: Wr) -> Result<u32, DomainError> {
-        let number = self.posted;
         let Some(qp) = self.data.as_ref().filter(|_| self.data_failure.is_none()) else {
             return Err(DomainError::LinkDown("the link is failing".into()));
         };
-        wr.id = work_id(CompletionKind::Data, number, self.id);
-        self.chain.push(qp, &wr)?;
-        self.posted = number.wrapping_add(1);
-        Ok(number)
+        self.ledger.push(|number| {
+            wr.id = work_id(CompletionKind::Data, number, self.id);
+            self.chain.push(qp, &wr)
+        })
     }
 
     #[inline]
     pub fn submit(&mut self) -> Result<(), DomainError> {
         match &self.data {
-            Some(qp) => self.chain.submit(qp),
+            Some(qp) => self.ledger.submit(|| self.chain.submit(qp)),
             None => Ok(()),
         }
     }
 
+    /// Whether the data queue pair has failed or refused a request. The link will end.
+    #[inline]
+    pub fn is_failing(&self) -> bool {
+        self.data_failure.is_some() || self.ledger.is_refused()
+    }
+
     /// Posts the read that shows that uncounted writes are readable (IC-2).
     pub fn post_flush_read(&mut self) -> Result<(), DomainError> {
-        let Some(u) = self.unflushed.take() else { return Ok(()) };
+        let Some(u) = self.ledger.unflushed.take() else { return Ok(()) };
         let wr = Wr {
             opcode: sys::WR_RDMA_READ,
             flags: sys::SEND_SIGNALED,
@@ -193,49 +155,8 @@ impl Link {
         };
         let last = self.push(wr)?;
         self.submit()?;
-        let from = self.entries.len() - u.writes;
-        self.entries.range_mut(from..).for_each(|e| e.last = last);
+        self.ledger.flushed_by(u.writes, last);
         Ok(())
-    }
-
-    /// Enters a work request of which the NIC took a part; false if it took none.
-    pub fn record_partial_post(&mut self, token: Token, before: Option<u32>) -> bool {
-        let (Some(first), last) = (before, self.posted.wrapping_sub(1)) else { return false };
-        let some = self.posted != first;
-        if some {
-            let region = RegionKey::default();
-            self.entries.push_back(Entry { token, first, last, region, from: 0, to: 0 });
-        }
-        some
-    }
-
-    /// The full number of a completed request.
-    #[inline]
-    pub fn number(&self, seq: u32) -> u32 {
-        self.retired.wrapping_add(seq.wrapping_sub(self.retired) & super::SEQ_MASK)
-    }
-
-    /// Retires a request and all before it; calls `done` for each completed entry.
-    #[inline]
-    pub fn retire(&mut self, number: u32, mut done: impl FnMut(Token)) {
-        self.retired = number.wrapping_add(1);
-        let waiting = self.unflushed.map_or(0, |u| u.writes);
-        while self.entries.len() > waiting {
-            let Some(e) = self.entries.front() else { return };
-            if self.retired.wrapping_sub(e.last.wrapping_add(1)) > u32::MAX / 2 {
-                return;
-            }
-            done(e.token);
-            self.entries.pop_front();
-        }
-    }
-
-    /// The entry that a failed request belongs to.
-    pub fn entry_of(&self, number: u32) -> Option<Entry> {
-        let at = |e: &&Entry| number.wrapping_sub(e.first) < u32::MAX / 2;
-        // The last entry that begins at or before it; a flush read belongs to the last entry it
-        // covers.
-        self.entries.iter().rev().find(at).copied()
     }
 
     /// Sends frames while slots and credits last.
@@ -296,7 +217,7 @@ impl Link {
 
     /// Removes all work under way, to be failed.
     pub fn abandon(&mut self) -> Vec<Token> {
-        let mut tokens: Vec<Token> = self.entries.drain(..).map(|e| e.token).collect();
+        let mut tokens: Vec<Token> = self.ledger.abandon().collect();
         tokens.extend(self.channel.abandon());
         tokens
     }

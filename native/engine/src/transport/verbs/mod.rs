@@ -16,6 +16,7 @@ mod events;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod helper_threads;
+mod ledger;
 mod link;
 mod memory;
 mod open;
@@ -239,7 +240,7 @@ impl VerbsDomain {
             Some(LinkEntry { id: known, state: LinkState::Up(link) }) if *known == id => link,
             _ => return Err(DomainError::LinkDown("the link is down".into())),
         };
-        if link.data_failure.is_some() {
+        if link.is_failing() {
             return Ok(Post::Full);
         }
         match wr {
@@ -383,13 +384,14 @@ impl Domain for VerbsDomain {
                 return Ok(Post::Full);
             }
         }
-        let before = self.link(id).map(|l| l.posted);
+        let first = self.link(id).map(|l| l.ledger.next());
         let mut posted = self.post_on_link(id, token, wr);
         if let Err(e @ (DomainError::Io { .. } | DomainError::LinkDown(_))) = &posted {
             self.failing.push((id, e.clone()));
             // The NIC may have taken a part. The token then ends with this link, before another
             // link carries it.
-            if self.link(id).is_some_and(|l| l.record_partial_post(token, before)) {
+            let link = self.link(id);
+            if link.zip(first).is_some_and(|(l, first)| l.ledger.enter_partial(token, first)) {
                 posted = Ok(Post::Queued);
             }
         }

@@ -2,11 +2,7 @@
 
 use fabric_sys::ibverbs as sys;
 
-use super::{
-    chain::Wr,
-    link::{Entry, Link, Unflushed},
-    regions::Regions,
-};
+use super::{chain::Wr, ledger::Unflushed, link::Link, regions::Regions};
 use crate::{
     api::{Imm, RegionKey},
     domain::{Count, Data, DomainError, Post, Token},
@@ -90,11 +86,12 @@ impl Link {
         counted.map(|()| n)
     }
 
-    fn entry(&self, token: Token, data: &Data, first: u32, last: u32) -> Entry {
+    /// Enters a work request whose requests are posted.
+    fn enter(&mut self, token: Token, data: &Data, first: u32) {
         let offsets = (0..data.pages).map(|i| data.remote_seq.nth(i));
         let ends = |(from, to): (u64, u64), o: u64| (from.min(o), to.max(o + data.page_len));
         let (from, to) = offsets.fold((u64::MAX, 0), ends);
-        Entry { token, first, last, region: data.remote, from, to }
+        self.ledger.enter(token, first, (data.remote, from, to));
     }
 
     /// Posts pages, then their count. The peer's NIC processes them in order, and delivers an
@@ -109,16 +106,16 @@ impl Link {
     ) -> Result<Post, DomainError> {
         let rail = self.endpoint as u8;
         let imms = count.map_or(0, |c| Imm::weighted(c.imm, c.n).count() as u32);
-        let writes = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
+        let writes = Self::requests(data, rail, (regions, longest), self.ledger.depth() / 2)?;
         if imms > self.channel.imm_places() {
             return Err(DomainError::Refused("the peer takes too few immediates".into()));
         }
         // A flush read covers writes to one region only: others may lie on another device.
         let other = |u: Unflushed| count.is_some() || u.region != data.remote;
-        if self.unflushed.is_some_and(|u| other(u) || u.bytes >= FLUSH) {
+        if self.ledger.unflushed.is_some_and(|u| other(u) || u.bytes >= FLUSH) {
             self.post_flush_read()?;
         }
-        if self.room() < writes + imms || self.channel.imm_room() < imms {
+        if self.ledger.room() < writes + imms || self.channel.imm_room() < imms {
             self.post_flush_read()?;
             return Ok(Post::Full);
         }
@@ -127,9 +124,9 @@ impl Link {
             false => 0,
         };
         let mut wire = count.map(|c| Imm::weighted(c.imm, c.n));
-        let first = self.posted;
+        let first = self.ledger.next();
         let mut done = 0;
-        let (n, bytes) = self.unflushed.map_or((0, 0), |u| (u.writes, u.bytes));
+        let (n, bytes) = self.ledger.unflushed.map_or((0, 0), |u| (u.writes, u.bytes));
         let bytes = bytes + data.bytes();
         let mut end = Unflushed { writes: n + 1, bytes, region: data.remote, addr: 0, rkey: 0 };
         cut(data, rail, regions, longest, |p| {
@@ -163,11 +160,9 @@ impl Link {
         }
         self.channel.imms_sent(imms);
         self.submit()?;
-        let last = self.posted.wrapping_sub(1);
-        let entry = self.entry(token, data, first, last);
-        self.entries.push_back(entry);
+        self.enter(token, data, first);
         if count.is_none() {
-            self.unflushed = Some(end);
+            self.ledger.unflushed = Some(end);
         }
         Ok(Post::Queued)
     }
@@ -188,16 +183,14 @@ impl Link {
             return Ok(Post::Done);
         }
         self.post_flush_read()?;
-        if self.room() < n || self.channel.imm_room() < n {
+        if self.ledger.room() < n || self.channel.imm_room() < n {
             return Ok(Post::Full);
         }
-        let first = self.posted;
+        let first = self.ledger.next();
         self.push_imms(Imm::weighted(count.imm, count.n), n)?;
         self.channel.imms_sent(n);
         self.submit()?;
-        let last = self.posted.wrapping_sub(1);
-        let region = RegionKey::default();
-        self.entries.push_back(Entry { token, first, last, region, from: 0, to: 0 });
+        self.ledger.enter(token, first, Default::default());
         Ok(Post::Queued)
     }
 
@@ -208,12 +201,12 @@ impl Link {
         (regions, longest): (&Regions, u64),
     ) -> Result<Post, DomainError> {
         let rail = self.endpoint as u8;
-        let reads = Self::requests(data, rail, (regions, longest), self.depth / 2)?;
+        let reads = Self::requests(data, rail, (regions, longest), self.ledger.depth() / 2)?;
         self.post_flush_read()?;
-        if self.room() < reads {
+        if self.ledger.room() < reads {
             return Ok(Post::Full);
         }
-        let first = self.posted;
+        let first = self.ledger.next();
         let mut done = 0;
         cut(data, rail, regions, longest, |p| {
             done += 1;
@@ -223,9 +216,7 @@ impl Link {
             self.push(wr).map(drop)
         })?;
         self.submit()?;
-        let last = self.posted.wrapping_sub(1);
-        let entry = self.entry(token, data, first, last);
-        self.entries.push_back(entry);
+        self.enter(token, data, first);
         Ok(Post::Queued)
     }
 }
