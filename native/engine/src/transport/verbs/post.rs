@@ -30,6 +30,13 @@ struct Chunk {
     rkey: u32,
 }
 
+impl Chunk {
+    /// Remote address of the last byte. The peer's descriptor names the first one, and may name any.
+    fn last(&self) -> u64 {
+        self.remote.wrapping_add(u64::from(self.local.length) - 1)
+    }
+}
+
 /// Cuts the pages of `data` at the ends of registrations and at the longest message.
 fn cut(
     data: &Data,
@@ -131,7 +138,7 @@ impl Link {
         let mut end = Unflushed { writes: n + 1, bytes, region: data.remote, addr: 0, rkey: 0 };
         cut(data, rail, regions, longest, |p| {
             done += 1;
-            (end.addr, end.rkey) = (p.remote + u64::from(p.local.length) - 1, p.rkey);
+            (end.addr, end.rkey) = (p.last(), p.rkey);
             let mut wr = Wr {
                 opcode: sys::WR_RDMA_WRITE,
                 local: p.local,
@@ -218,5 +225,18 @@ impl Link {
         self.submit()?;
         self.enter(token, data, first);
         Ok(Post::Queued)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_may_name_any_address() {
+        for (remote, last) in [(4096, 4099), (u64::MAX - 3, u64::MAX), (u64::MAX, 2)] {
+            let local = sys::Sge { addr: 0, length: 4, lkey: 0 };
+            assert_eq!(Chunk { local, address: 0, remote, rkey: 0 }.last(), last);
+        }
     }
 }
