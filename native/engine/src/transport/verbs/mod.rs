@@ -254,7 +254,12 @@ impl VerbsDomain {
                 Err(DomainError::Refused(format!("a message is {MAX_MESSAGE} bytes at most")))
             }
             WorkRequest::Send(message) => match link.channel.submit(token, message) {
-                true => link.send_frames(now).map(|_| Post::Queued),
+                true => {
+                    // The message stays in the channel, and ends with the link.
+                    let sent = link.send_frames(now);
+                    self.failing.extend(sent.err().map(|e| (id, e)));
+                    Ok(Post::Queued)
+                }
                 false => Ok(Post::Full),
             },
         }
