@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use fabric_sys::cuda as sys;
 
-use super::{driver::Driver, Location};
+use super::{
+    driver::{CurrentContext, Driver},
+    Location,
+};
 use crate::{
     error::DomainError,
     locks::Mutex,
@@ -91,12 +94,20 @@ impl CopyStream {
         Ok(Self { driver, device, stream: stream as usize, idle: Vec::new() })
     }
 
+    /// Makes the context of the stream current, which `start` and `wait` need.
+    fn enter(&self) -> Result<CurrentContext, DomainError> {
+        self.driver.enter(self.device)
+    }
+
     /// Queues copies and an event behind them.
     ///
     /// # Safety
     /// All ranges must stay allocated until the event has come.
-    unsafe fn start(&mut self, pieces: &[CopyRange]) -> Result<usize, DomainError> {
-        let _current = self.driver.enter(self.device)?;
+    unsafe fn start(
+        &mut self,
+        _current: &CurrentContext,
+        pieces: &[CopyRange],
+    ) -> Result<usize, DomainError> {
         let (table, stream) = (&self.driver.table, self.stream as *mut _);
         let event = match self.idle.pop() {
             Some(event) => event,
@@ -170,11 +181,10 @@ impl CopyStream {
         })
     }
 
+    /// Result of the copies before an event; `None` while they run, or may run: if the context
+    /// can't be made current, the event can't be asked.
     fn poll(&mut self, event: usize) -> Option<Result<(), DomainError>> {
-        let _current = match self.driver.enter(self.device) {
-            Ok(current) => current,
-            Err(e) => return Some(Err(e)),
-        };
+        let _current = self.enter().ok()?;
         // SAFETY: an event of this stream.
         match unsafe { (self.driver.table.event_query)(event as *mut _) } {
             sys::ERROR_NOT_READY => None,
@@ -185,8 +195,7 @@ impl CopyStream {
         }
     }
 
-    fn wait(&mut self, event: usize) -> Result<(), DomainError> {
-        let _current = self.driver.enter(self.device)?;
+    fn wait(&mut self, _current: &CurrentContext, event: usize) -> Result<(), DomainError> {
         // SAFETY: an event of this stream.
         let rc = unsafe { (self.driver.table.event_synchronize)(event as *mut _) };
         self.idle.push(event);
@@ -301,8 +310,10 @@ impl AsyncCopier {
             return Ok(PendingCopy::Done);
         };
         let device = range.device;
+        let stream = self.stream(device, inward)?;
+        let current = stream.enter()?;
         // SAFETY: the caller's.
-        let event = unsafe { self.stream(device, inward)?.start(pieces)? };
+        let event = unsafe { stream.start(&current, pieces)? };
         Ok(PendingCopy::Device { device, inward, event })
     }
 
@@ -348,8 +359,12 @@ pub(crate) unsafe fn copy_now(device: i32, pieces: &[CopyRange]) -> Result<(), D
         Some(stream) => stream,
         None => CopyStream::new(Driver::open()?, device)?,
     };
-    // SAFETY: the caller's; this waits for the end.
-    let result = unsafe { stream.start(pieces) }.and_then(|event| stream.wait(event));
+    // The context stays current: nothing that may fail stands between the copies and their end.
+    let result = stream.enter().and_then(|current| {
+        // SAFETY: the caller's; this waits for the end.
+        let event = unsafe { stream.start(&current, pieces) }?;
+        stream.wait(&current, event)
+    });
     IDLE_STREAMS.lock().push(stream);
     result
 }
@@ -359,6 +374,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::{memory::file::FileBackend, wake::Waker};
 
     fn expanded(rows: &Rows) -> Vec<CopyRange> {
         let row = |i| CopyRange {
@@ -379,6 +395,17 @@ mod tests {
             .collect();
         let ranges: Vec<_> = Rows::of(&whole).iter().map(Rows::range).collect();
         assert_eq!(ranges, [Some(CopyRange { to: 0, from: 1 << 20, len: 384 * 2048 })]);
+    }
+
+    #[test]
+    fn mr_1_copies_whose_end_is_unknown_are_not_over() {
+        let driver = Driver::without_devices();
+        let stream = CopyStream { driver, device: 0, stream: 0, idle: Vec::new() };
+        let files = FileQueue::new(&Waker::default(), FileBackend::Best);
+        let mut copier = AsyncCopier::new(&files);
+        copier.streams.push(((0, true), stream));
+        let copy = PendingCopy::Device { device: 0, inward: true, event: 1 };
+        assert!(copier.poll(&copy).is_none(), "its slot would be used again");
     }
 
     proptest! {

@@ -376,6 +376,23 @@ fn check(table: &Cuda, call: &'static str, rc: sys::Result) -> Result<(), Domain
 }
 
 #[cfg(test)]
+impl Driver {
+    /// A driver that has no devices, so that none can be entered and no other call is made.
+    pub fn without_devices() -> &'static Self {
+        extern "C" fn never() {
+            unreachable!("a call of a driver without devices")
+        }
+        const CALLS: usize = size_of::<Cuda>() / size_of::<usize>();
+        // SAFETY: the table is made of pointers to functions only, and none of them is called.
+        let table = unsafe {
+            std::mem::transmute::<[extern "C" fn(); CALLS], Cuda>([never as extern "C" fn(); CALLS])
+        };
+        let contexts = Mutex::new(Vec::new());
+        Box::leak(Box::new(Self { table, devices: Vec::new(), contexts, forks: count_forks() }))
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
