@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -82,6 +84,72 @@ def test_another_thread_counts_while_one_waits(waiting: Callable[[Connection], N
     with Other(waiting) as other:
         assert other.hear(120) == COUNTS
         assert other.hear(60) == "over"
+
+
+STILL = 20_000
+
+
+def writer_that_stops(connection: Connection) -> None:
+    """Maps the memory it is told of, and says what it has."""
+    with TransferEngine(name="b") as b:
+        there = b.import_region(connection.recv())
+        own = b.alloc(8)
+        b.write(own, there).wait()
+        connection.send(own.descriptor())
+        connection.recv()
+
+
+def lock_wait(connection: Connection, what: str) -> None:
+    a = TransferEngine(name="a")
+    own, counter = a.alloc(8), a.counter()
+    connection.send(own.descriptor())
+    descriptor = connection.recv()
+    peer, transfer = a.peer(descriptor.owner), a.write(own, a.import_region(descriptor))
+    call: Callable[[], object] = {
+        "peer": lambda: a.peer(descriptor.owner),
+        "import_region": lambda: a.import_region(descriptor),
+        "peer_group": lambda: a.peer_group([peer]),
+        "connect": lambda: a.connect(peer),
+        "explain": lambda: a.explain(peer),
+        "expect": lambda: counter.expect(1, writers=[peer]),
+        "transport": lambda: transfer.transport,
+    }[what]
+    calls, over = [0], threading.Event()
+
+    def repeats() -> None:
+        while not over.is_set():
+            calls[0] += 1
+            with contextlib.suppress(EngineClosed):
+                call()
+
+    # Holds the engine's lock while it waits for the peer that has stopped.
+    closing = threading.Thread(target=a.close)
+    repeating = threading.Thread(target=repeats, daemon=True)
+    repeating.start()
+    closing.start()
+    # How often this thread sees that the other one is in the same call. That one would have the GIL
+    # many times meanwhile if it waited for nothing else.
+    sys.setswitchinterval(1e-4)
+    n = seen = 0
+    while n < STILL and closing.is_alive():
+        n = n + 1 if calls[0] == seen else 0
+        seen = calls[0]
+    over.set()
+    connection.send(n)
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["peer", "import_region", "peer_group", "connect", "explain", "expect", "transport"],
+)
+def test_another_thread_counts_while_one_waits_for_the_lock_of_the_engine(what: str) -> None:
+    for _ in range(8):
+        with Other(lock_wait, what) as waiting, Other(writer_that_stops) as writer:
+            descriptor = writer.ask(waiting.hear(120), 120)
+            writer.signal(signal.SIGSTOP)
+            if waiting.ask(descriptor, 120) == STILL:
+                return
+    pytest.fail("no thread counted while one waited")
 
 
 class CallsAtItsEnd:

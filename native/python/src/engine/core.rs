@@ -125,7 +125,7 @@ impl Engine {
 
     /// Makes a peer known; the first use connects.
     fn peer(&self, py: Python<'_>, address: &EngineAddress) -> PyResult<Peer> {
-        self.engine.peer(&address.0).map(Peer).or_raise(py)
+        py.detach(|| self.engine.peer(&address.0)).map(Peer).or_raise(py)
     }
 
     /// A peer's region, to be named in requests.
@@ -134,18 +134,20 @@ impl Engine {
         py: Python<'_>,
         descriptor: ClassArg<'_, RegionDescriptor>,
     ) -> PyResult<RemoteRegion> {
-        self.engine.import(&descriptor.0).map(RemoteRegion).or_raise(py)
+        let descriptor = &descriptor.0;
+        py.detach(|| self.engine.import(descriptor)).map(RemoteRegion).or_raise(py)
     }
 
     /// Peers to address together; connects to all of them now.
     fn peer_group(&self, py: Python<'_>, peers: Vec<ClassArg<'_, Peer>>) -> PyResult<PeerGroup> {
         let peers: Vec<fe::Peer> = peers.iter().map(|p| p.0.clone()).collect();
-        self.engine.peer_group(&peers).map(PeerGroup).or_raise(py)
+        py.detach(|| self.engine.peer_group(&peers)).map(PeerGroup).or_raise(py)
     }
 
     /// Begins to connect, so that the first transfer doesn't have to.
     fn connect(&self, py: Python<'_>, peer: ClassArg<'_, Peer>) -> PyResult<()> {
-        self.engine.connect(&peer.0).or_raise(py)
+        let peer = &peer.0;
+        py.detach(|| self.engine.connect(peer)).or_raise(py)
     }
 
     /// A counter for the exclusive use of the caller.
@@ -397,7 +399,8 @@ impl Engine {
         py: Python<'_>,
         peer: ClassArg<'_, Peer>,
     ) -> PyResult<(String, Option<String>, Vec<(&'static str, String, bool, String)>)> {
-        let e = self.engine.explain(&peer.0).or_raise(py)?;
+        let peer = &peer.0;
+        let e = py.detach(|| self.engine.explain(peer)).or_raise(py)?;
         let verdicts = e.verdicts.into_iter();
         let verdicts =
             verdicts.map(|v| (v.transport.name(), v.device, v.chosen, v.reason)).collect();

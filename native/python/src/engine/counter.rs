@@ -67,7 +67,11 @@ impl Counter {
         let timeout = seconds(py, timeout, self.timeout)?;
         let writers: Vec<fe::Peer> =
             writers.unwrap_or_default().iter().map(|p| p.0.clone()).collect();
-        self.counter.expect_for(span::current(py)?, n, &writers, timeout).or_raise(py)
+        let span = span::current(py)?;
+        let expect = || self.counter.expect_for(span, n, &writers, timeout);
+        // With writers, this waits for the engine's lock.
+        let handle = if writers.is_empty() { expect() } else { py.detach(expect) };
+        handle.or_raise(py)
     }
 }
 

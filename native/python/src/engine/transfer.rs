@@ -189,17 +189,18 @@ impl Transfer {
     /// The transport in use towards its peer; `None` before the first connection, for batches over
     /// several peers, and for expectations.
     #[getter]
-    fn transport(&self) -> Option<&'static str> {
-        self.peer_transport.as_ref()?.transport().map(TransportKind::name)
+    fn transport(&self, py: Python<'_>) -> Option<&'static str> {
+        let peer_transport = self.peer_transport.as_ref()?;
+        py.detach(|| peer_transport.transport()).map(TransportKind::name)
     }
 
-    fn __repr__(&self) -> String {
+    fn __repr__(&self, py: Python<'_>) -> String {
         let state = match self.handle.poll() {
             None => "pending".to_owned(),
             Some(Ok(())) => "done".to_owned(),
             Some(Err(e)) => format!("failed: {e}"),
         };
-        match self.transport() {
+        match self.transport(py) {
             Some(t) => format!("Transfer({} over {t}, {state})", self.handle.op()),
             None => format!("Transfer({}, {state})", self.handle.op()),
         }
