@@ -138,6 +138,7 @@ def lock_wait(connection: Connection, what: str) -> None:
     connection.send(n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "what",
     ["peer", "import_region", "peer_group", "connect", "explain", "expect", "transport"],
