@@ -55,6 +55,23 @@ fn several_nics_share_what_is_sent() {
     }
 }
 
+/// As of four FSDP ranks to two engines of tensor-parallel ranks: each trainer sends most to two
+/// rollouts.
+#[test]
+fn receivers_share_every_nic_of_a_sender() {
+    for page in [MIB / 2, 8 * MIB] {
+        let network = Network { nics: 2, page, ..NETWORK };
+        let much = |trainer: u32, rollout: u32| rollout % 2 == trainer / 2;
+        let bytes = |trainer, rollout| if much(trainer, rollout) { 3400 * MIB } else { 600 * MIB };
+        let write = |t, r| Write { rollout: r, requests: 1, bytes: bytes(t, r) };
+        let writes = |t| (0..4).map(|i| write(t, (t + i) % 4)).collect();
+        let trainers =
+            (0..4).map(|t| vec![Step { writes: writes(t), ..Step::default() }]).collect();
+        let ratio = run(trainers, 4, &network).time as f64 / (floor(8000 * MIB) / 2.0);
+        assert!(ratio < 1.2, "{page} bytes: {ratio:.2} times the least");
+    }
+}
+
 #[test]
 fn the_path_shows_the_dominating_stage() {
     for stage in 0..4 {

@@ -98,6 +98,17 @@ impl Backlog {
 }
 
 impl Route {
+    /// Bytes under way to the peer: the least on a rail that has room, then on all.
+    pub(super) fn under_way_where_room(&self, ledger: &Ledger) -> (u64, u64) {
+        let bytes = self.backlog.deferral().map_or(0, |(_, d)| d.bytes);
+        let has_room = |link: &&ActiveLink| {
+            let rail = ledger.rail_window(link.pair.rail, bytes);
+            rail.under_way.total().saturating_add(bytes) <= rail.bytes
+        };
+        let least = self.active().iter().filter(has_room).map(|link| link.gauge.queued).min();
+        (least.unwrap_or(u64::MAX), self.under_way.total())
+    }
+
     /// Until when the backlog would find no room even if work completes; `None` if it may have
     /// room. Saves attempts when many peers wait for one rail.
     pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {

@@ -350,7 +350,7 @@ impl Group {
             // Peers share rails, so they take turns to be first.
             let n = self.peers.ends_at();
             self.first = (self.first + 1) % n.max(1);
-            let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
+            let mut ready: SmallVec<[((u64, u64), usize, PeerKey); 16]> = SmallVec::new();
             let peers = &self.peers;
             let waits =
                 |key: &PeerKey| peers.get(*key as usize).is_some_and(|r| !r.backlog.is_empty());
@@ -363,10 +363,12 @@ impl Group {
                 let turn = (*key as usize + n - self.first) % n;
                 match route.deferred_until(now, &self.ledger) {
                     Some(until) => self.move_at = self.move_at.min(until),
-                    None => ready.push((route.under_way.total(), turn, *key)),
+                    None => ready.push((route.under_way_where_room(&self.ledger), turn, *key)),
                 }
             }
-            // A slow receiver, to which others send as well, must not fill the window.
+            // A slow receiver, to which others send as well, must not fill a rail's window. Nor must
+            // two receivers each keep a rail: a rail of theirs that others fill would slow them down,
+            // and the other would be idle.
             ready.sort_unstable();
             for (_, _, key) in ready {
                 moved |= self.drain_backlog(now, key, rails);
