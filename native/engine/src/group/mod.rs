@@ -141,6 +141,9 @@ pub(crate) struct Group {
     recorder: Recorder,
 }
 
+/// A peer whose backlog may move: bytes under way to it, and its place in turn.
+type Turn = ((u64, u64), usize, PeerKey);
+
 impl Group {
     pub fn new(policy: Policy) -> Self {
         let ledger = Ledger::new(policy.rail_window);
@@ -350,7 +353,7 @@ impl Group {
             // Peers share rails, so they take turns to be first.
             let n = self.peers.ends_at();
             self.first = (self.first + 1) % n.max(1);
-            let mut ready: SmallVec<[((u64, u64), usize, PeerKey); 16]> = SmallVec::new();
+            let mut ready: SmallVec<[Turn; 16]> = SmallVec::new();
             let peers = &self.peers;
             let waits =
                 |key: &PeerKey| peers.get(*key as usize).is_some_and(|r| !r.backlog.is_empty());
