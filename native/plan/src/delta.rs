@@ -188,16 +188,22 @@ fn decode_words<'e, const SIZE: usize>(block: &mut [u8], encoded: &'e [u8]) -> O
     if head & BITMAP != 0 {
         let (bitmap, rest) = rest.split_at_checked(elements.div_ceil(8))?;
         let (values, rest) = rest.split_at_checked(count * SIZE)?;
-        let mut values = values.chunks_exact(SIZE);
-        for (i, &byte) in bitmap.iter().enumerate() {
-            let mut left = byte;
-            while left != 0 {
-                let at = i * 8 + left.trailing_zeros() as usize;
-                left &= left - 1;
-                block.get_mut(at * SIZE..(at + 1) * SIZE)?.copy_from_slice(values.next()?);
-            }
+        let mut changed = [0; BLOCK / GROUP];
+        for (group, bytes) in changed.iter_mut().zip(bitmap.chunks(GROUP / 8)) {
+            let mut whole = [0; GROUP / 8];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *group = u64::from_le_bytes(whole);
         }
-        return values.next().is_none().then_some(rest);
+        let mut places = [0; BLOCK + AT_ONCE];
+        let places = list(&changed, &mut places);
+        if places.len() != count {
+            return None;
+        }
+        for (&at, value) in places.iter().zip(values.chunks_exact(SIZE)) {
+            let at = usize::from(at) * SIZE;
+            block.get_mut(at..at + SIZE)?.copy_from_slice(value);
+        }
+        return Some(rest);
     }
     // The gaps end where they have marked as many elements as there are values.
     let (mut length, mut marked) = (0, 0);
