@@ -126,7 +126,8 @@ class WeightTarget:
                 held = whole_plan(self.side).local_containers("target", self.rank)
                 self._into.check(held, self.rank)
             except BaseException:
-                self._into.close()
+                if self._into is not into:
+                    self._into.close()
                 raise
         TARGETS.add(name, self)
 
@@ -352,8 +353,7 @@ class WeightTarget:
         return None if self._outdated or mixed else self._pause.end()
 
     def check_current(self, session: str | None = None, serial: int | None = None) -> None:
-        """Raises Stale if another controller has connected since a session began, or the push of a
-        push target has ended."""
+        """Raises Stale if another controller has connected, or a push target's push has ended."""
         held = None if self._share is None else self._share.session
         if (session and held and held != session) or serial not in (None, self._serial):
             raise Stale(OUTDATED)
