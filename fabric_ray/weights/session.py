@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -156,6 +157,9 @@ class Session:
             check_going_on(cancelled)
         except WeightSyncError as error:
             raise self._abort(version, error, written=False) from error.__cause__
+        except BaseException:
+            self._abort_interrupted(written=False)
+            raise
         try:
             sent = self._write(version, push_targets)
             clock.lap("write")
@@ -169,6 +173,9 @@ class Session:
             if isinstance(error, BaseDiffers):
                 raise error
             raise aborted from error.__cause__
+        except BaseException:
+            self._abort_interrupted()
+            raise
         clock.lap("quiesce")
         # The version is decided: rollouts that fail now are named, the others run it (RS-3).
         self.decided = True
@@ -237,7 +244,7 @@ class Session:
             )
         try:
             self._begin({number: push_target})
-        except WeightSyncError:
+        except BaseException:
             self._rollouts.call(phases.target_abort, {number: (self._id, False)})
             raise
         args: tuple[Any, ...] = (self._id, push_target, self.version, self._timeout)
@@ -250,7 +257,7 @@ class Session:
             push_targets = self._rollouts.call_all(
                 phases.target_commit, "use the version", {number: args}
             )
-        except WeightSyncError:
+        except BaseException:
             self._rollouts.call(phases.target_abort, {number: (self._id,)})
             raise
         if cause := push_targets[number].hook:
@@ -423,6 +430,14 @@ class Session:
                 text += f", {self._rollouts.label(number)} at {target.version or 'none'}"
         text += f": {error}" + (f"; then {causes(hooks)}" if hooks else "")
         return WeightSyncError(text, version=version, failed=named)
+
+    def _abort_interrupted(self, *, written: bool = True) -> None:
+        """Aborts at all live rollouts after Ctrl-C, so that engines and readers go on now, and not
+        when the gate's time is over. A second Ctrl-C ends the wait for their answers."""
+        self._exchange_connected = False
+        with suppress(WeightSyncError):  # the interrupt is raised
+            args = self._rollouts.same_args(self._id, written)
+            self._push_targets, _ = self._rollouts.call(phases.target_abort, args)
 
     def _name_failures(
         self, version: int, failed: dict[str, str], raised: BaseException | None

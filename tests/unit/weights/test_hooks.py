@@ -284,6 +284,65 @@ def test_rs_1_an_engine_whose_hooks_were_interrupted_stands_still_until_the_next
     assert engines[0].generating
 
 
+class CtrlC:
+    """Interrupts the controller in front of a call."""
+
+    def __init__(self, call: int = 1) -> None:
+        self._left = call
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("stage", "staged"),
+    [
+        ("target_pass_on", False),
+        ("source_push", True),
+        ("source_push", False),
+        ("target_confirm", True),
+    ],
+)
+def test_rs_3_engines_go_on_after_ctrl_c_unless_parts_of_a_version_are_written(
+    open_sync, stage: str, staged: bool
+) -> None:
+    sync, engines = open_sync(staged=staged, engines=2, relay=stage == "target_pass_on")
+    sync.before[stage] = CtrlC()
+    with pytest.raises(KeyboardInterrupt):
+        sync.push()
+    sync.before.clear()
+    written = not staged and stage == "source_push"
+    for engine, target in zip(engines, sync.targets, strict=True):
+        assert (engine.generating, target._torn) == (not written, written)
+        if not written:
+            assert is_version(target.weights, target.rank, 1)
+    sync.push()
+    assert all(engine.generating for engine in engines)
+    assert list(sync.broken(set(), before=2)) == []
+
+
+def test_readers_do_not_wait_after_ctrl_c(open_sync) -> None:
+    sync, _ = open_sync(timeout=600.0)
+    sync.before["target_quiesce"] = CtrlC(call=2)
+    with sync.targets[0].reading(), pytest.raises(KeyboardInterrupt):
+        sync.push()
+    assert [target._gate._is_closed for target in sync.targets] == [False, False]
+
+
+def test_readers_do_not_wait_after_ctrl_c_in_a_join(open_sync) -> None:
+    sync, engines = open_sync(staged=False, engines=2, timeout=600.0)
+    sync.drop(2)
+    sync.before["target_quiesce"] = CtrlC(call=2)
+    with sync.targets[2].reading(), pytest.raises(KeyboardInterrupt):
+        sync.join("rollout 2")
+    sync.before.clear()
+    assert not sync.targets[2]._gate._is_closed
+    assert engines[2].generating
+    assert sync.join("rollout 2").version == 1
+
+
 @pytest.mark.parametrize("stage", ["target_give", "target_confirm", "target_commit"])
 @pytest.mark.parametrize("staged", [True, False])
 def test_an_engine_that_could_not_join_goes_on_with_what_it_has(
