@@ -88,7 +88,8 @@ def delta(
     turns: Turns = 5,
     resume: Resume = None,
 ) -> None:
-    """Pushes of what changed beside whole ones, between two network namespaces (root)."""
+    """Pushes of what changed, always and as delta=True chooses, beside whole ones, between two
+    network namespaces (root)."""
     shares = share or [0.0, 0.01, 0.03, 0.1, 1.0]
     with recorded("push-delta", resume) as results:
         for row in measure(layers, gbps, shares, turns, results.say):

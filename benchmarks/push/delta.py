@@ -43,15 +43,15 @@ class _Pipes:
 
 
 class _Pair:
-    """One trainer and one rollout, and two controllers of both."""
+    """One trainer and one rollout, and three controllers of both."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.connections = connections
         self._calls = _Pipes()
         one, other = ([connection] for connection in connections)
         self.syncs = {
-            name: WeightSync(one, other, name=name, delta=name == "changes", calls=self._calls)
-            for name in delta_actor.NAMES
+            name: WeightSync(one, other, name=name, delta=delta, calls=self._calls)
+            for name, delta in delta_actor.NAMES.items()
         }
         self._step = 0
 
@@ -93,8 +93,8 @@ def _row(pair: _Pair, share: float, turns: int, say: Callable[[str], None]) -> R
     details: dict[str, dict[str, float | str]] = {}
     for turn in range(turns):
         pair.train(share)
-        order = delta_actor.NAMES if turn % 2 else delta_actor.NAMES[::-1]
-        for name in order:
+        names = list(delta_actor.NAMES)
+        for name in names if turn % 2 else names[::-1]:
             report, (trainer, rollout) = pair.push(name)
             seconds[name].append(report.seconds)
             details[name] = {
@@ -108,7 +108,10 @@ def _row(pair: _Pair, share: float, turns: int, say: Callable[[str], None]) -> R
         if wrong := pair.call(1, delta_actor.differ):
             raise RuntimeError(f"{wrong[0]} differs after a push of changes; report this bug")
     header = RowHeader(key=f"push-delta/{share:g}", unit="s")
-    taken = {"changes": ("ours", seconds["changes"]), "whole": ("floor", seconds["whole"])}
+    roles = {"changes": "ours", "chosen": "ours", "whole": "floor"}
+    taken = {name: (role, seconds[name]) for name, role in roles.items()}
+    for name, each in seconds.items():
+        details[name]["all turns s"] = sum(each)
     return row_of_turns(header, taken, details)  # type: ignore[arg-type]
 
 

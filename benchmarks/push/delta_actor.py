@@ -1,4 +1,4 @@
-"""A trainer or a rollout that pushes the same tensors by changes and whole."""
+"""A trainer or a rollout that pushes the same tensors by changes, whole, and as is chosen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fabric_ray.models import ModelConfig, parameter_shapes
 from fabric_ray.weights import WeightSource, WeightTarget
 from fabric_ray.weights.families import target_side
 
-NAMES = ("whole", "changes")
+NAMES: dict[str, Any] = {"whole": False, "changes": "always", "chosen": True}
+"""What is pushed, and the ``delta`` that does so."""
 _state: dict[str, Any] = {}
 
 
@@ -44,9 +45,13 @@ def spent(_: Any) -> float:
 
 
 def differ(_: Any) -> list[str]:
-    """Tensors that the two targets hold with different bytes."""
-    one, other = (target.weights for target in _state["targets"])
-    return [n for n in one if not torch.equal(one[n].view(torch.int16), other[n].view(torch.int16))]
+    """Tensors of which targets hold different bytes."""
+    one, *others = (target.weights for target in _state["targets"])
+    return [name for name in one if any(not _is_same(one[name], o[name]) for o in others)]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def main() -> None:

@@ -143,6 +143,10 @@ class Sent(msgspec.Struct, frozen=True):
     """By plan rank: what the rollout has to count of this trainer; empty without changes."""
     changes: dict[int, Changes] = {}
     """By plan rank."""
+    compared: bool = False
+    """Whether all rollouts had the version that it compared with."""
+    comparing: float = 0.0
+    """Seconds in which it compared its share, and kept a copy."""
 
 
 class Temporary(msgspec.Struct, frozen=True):

@@ -16,11 +16,14 @@ from fabric_ray.weights.actor_group import ActorGroup, causes, names
 from fabric_ray.weights.calls import Calls
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
+from fabric_ray.weights.delta import DeltaChoice
+from fabric_ray.weights.delta.choice import Kind
 from fabric_ray.weights.fanout import Fanout
 from fabric_ray.weights.report import (
     Arrival,
     Confirmed,
     InboundPlan,
+    LinkReport,
     PushReport,
     PushTarget,
     Sent,
@@ -58,7 +61,7 @@ class Session:
         fanout: the writers of each rollout.
         recipe: the conversions of trainers, if any.
         digest: whether pushes compare digests of all bytes.
-        delta: whether trainers send what changed.
+        delta: whether trainers send what changed; ``"always"``, also where that takes longer.
         spare: whether dead rollouts don't fail a push once its version is decided.
         timeout: of each phase, in seconds.
         calls: runs functions in the actors.
@@ -72,7 +75,7 @@ class Session:
         *,
         recipe: Recipe | None,
         digest: bool,
-        delta: bool,
+        delta: bool | Literal["always"],
         spare: bool,
         timeout: float,
         calls: Calls,
@@ -86,7 +89,8 @@ class Session:
         self._rollouts = rollouts
         self._recipe = recipe
         self._digest = digest
-        self._delta = delta
+        self._delta = bool(delta)
+        self._choice = DeltaChoice() if delta is True else None
         self._spare = spare
         self._timeout = timeout
         self._calls = calls
@@ -190,7 +194,7 @@ class Session:
         self._name_failures(version, failed, self._rollouts.raised)
         for s in (*(s.spans for s in sent), *(c.spans for c in confirmed.values())):
             spans.extend(s)
-        links = tuple(link for s in sent for link in s.links)
+        links = self._compared_links(sent, clock.laps["write"] + clock.laps["confirm"])
         nbytes = sum(link.nbytes for link in links)
         return PushReport(
             version,
@@ -364,6 +368,8 @@ class Session:
 
     def _write(self, version: int, push_targets: dict[int, PushTarget]) -> list[Sent]:
         heads = [push_targets[number] for number in self.fanout.heads.values()]
+        if self._choice is not None and not self._choice.compares:
+            heads = [msgspec.structs.replace(head, inbox=None) for head in heads]
         args = self._trainers.same_args(self._id, version, heads, self._digest, self._timeout)
         return list(self._trainers.call_all(phases.source_push, "push", args).values())
 
@@ -392,6 +398,19 @@ class Session:
                 f"{names(failed)} held other bytes than the trainers sent before", failed=failed
             )
         return confirmed
+
+    def _compared_links(self, sent: list[Sent], seconds: float) -> tuple[LinkReport, ...]:
+        """The links of a push that took ``seconds``. The next is chosen by that."""
+        links = tuple(link for s in sent for link in s.links)
+        if self._choice is None:
+            return links
+        if self._choice.compares:
+            kind: Kind = "changes" if all(s.compared for s in sent) else "kept"
+        else:
+            kind, why = "whole", self._choice.why_whole
+            links = tuple(msgspec.structs.replace(link, whole=why) for link in links)
+        self._choice.took(kind, seconds, max(s.comparing for s in sent))
+        return links
 
     def _version_nbytes(self) -> int:
         """Bytes of a whole version, over all links that trainers write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -144,6 +145,8 @@ class DeltaSender:
         self._sent: int | None = None
         self._streams: dict[int, _Stream] = {}
         self._whole: dict[int, str] = {}
+        self._keeps = True
+        self._seconds = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -151,11 +154,12 @@ class DeltaSender:
         return self._encoder.nbytes + self._outbox.nbytes
 
     def begin(self, push_targets: Iterable[PushTarget]) -> None:
-        """Begins a push: decides which rollouts get changes."""
-        self._used, self._streams, self._whole = 0, {}, {}
-        for target in push_targets:
-            if target.rank not in self._pages:
-                continue
+        """Begins a push: decides which rollouts get changes. Where none takes any, no copy is
+        kept."""
+        self._used, self._streams, self._whole, self._seconds = 0, {}, {}, 0.0
+        here = [target for target in push_targets if target.rank in self._pages]
+        self._keeps = any(target.inbox is not None for target in here)
+        for target in here:
             if target.inbox is None:
                 self._whole[target.rank] = "the rollout passes the version on to replicas"
             elif not target.usable or target.version is None:
@@ -177,10 +181,13 @@ class DeltaSender:
 
     def send(self, number: int, sources: Sources, sending: StepSender) -> None:
         """Compares a step with the version before, keeps its bytes, and sends the changes."""
+        if not self._keeps:
+            return
         for part in self._parts[number]:
             step = self._steps[number]
             copies = self._pieces[part.first : part.last]
             memory = sources(step, copies)
+            begin = time.perf_counter()
             found = self._encoder.encode(
                 part.first,
                 part.last,
@@ -191,6 +198,7 @@ class DeltaSender:
                 SHARE,
                 threads(),
             )
+            self._seconds += time.perf_counter() - begin
             encoded = [_Encoded(*one) for one in found]
             self._used = max([self._used, *(one.at + one.nbytes for one in encoded)])
             for plan_rank, members in part.members.items():
@@ -201,7 +209,7 @@ class DeltaSender:
 
     def end(self, version: int, sent: Sent) -> Sent:
         """Ends a push: the kept copy is of this version from now on. Completes its result."""
-        self._sent, replace = version, msgspec.structs.replace
+        self._sent, replace = version if self._keeps else None, msgspec.structs.replace
         found = {plan_rank: stream.changes() for plan_rank, stream in self._streams.items()}
         counts = {plan_rank: stream.count for plan_rank, stream in self._streams.items()}
         why = self._whole | {
@@ -214,6 +222,8 @@ class DeltaSender:
             links=tuple(replace(link, whole=why.get(link.rollout)) for link in sent.links),
             counts=self._pages | counts,
             changes={plan_rank: changes for plan_rank, changes in found.items() if changes},
+            compared=not self._whole,
+            comparing=self._seconds,
         )
 
     def _route(

@@ -126,8 +126,8 @@ class World(InProcess, WeightSync):
 class Pair:
     """A world that sends changes, and one that sends everything, trained and called alike."""
 
-    def __init__(self, **options: Any) -> None:
-        self.delta, self.whole = World(delta=True, **options), World(prefix="whole ", **options)
+    def __init__(self, *, delta: Any = "always", **options: Any) -> None:
+        self.delta, self.whole = World(delta=delta, **options), World(prefix="whole ", **options)
 
     def train(self, share: float, seed: int) -> None:
         for world in (self.delta, self.whole):

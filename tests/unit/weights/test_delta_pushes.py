@@ -161,6 +161,36 @@ def test_replicas_that_relay_get_whole_versions(pair: Callable[..., Pair]) -> No
     assert not both.differ()
 
 
+@pytest.mark.parametrize("kept", _KEPT)
+def test_a_version_may_come_whole_in_between(pair: Callable[..., Pair], kept: str) -> None:
+    both = pair(delta=True, **_KEPT[kept])
+    both.train(1.0, 0)
+    both.push()
+    both.train(0.03, 1)
+    both.push()
+    choice = both.delta._session._choice
+    choice._left, choice._slow = 2, 1.5
+    for step in (2, 3):
+        both.train(0.03, step)
+        report = both.push()
+        assert report.nbytes == report.version_nbytes
+        assert all("longer than a whole push: 1.500 s" in str(why) for why in _causes(report))
+        assert not both.differ()
+    both.train(0.03, 4)
+    report = both.push()
+    assert report.nbytes == report.version_nbytes
+    assert {why.rpartition(": ")[2] for why in _causes(report)} == {"none since connect"}
+    both.train(0.03, 5)
+    report = both.push()
+    assert report.nbytes < 0.15 * report.version_nbytes
+    assert not both.differ()
+
+
+def test_delta_is_true_false_or_always() -> None:
+    with pytest.raises(InvalidArgument, match="expected True, False or 'always'"):
+        LocalSync(delta="allways")
+
+
 @pytest.mark.parametrize("formats", _FORMATS)
 @pytest.mark.parametrize("kept", _KEPT)
 @pytest.mark.parametrize("seed", range(1))
@@ -170,6 +200,7 @@ def test_any_course_ends_with_the_bytes_of_whole_pushes(
     draw = random.Random(f"{formats} {kept} {seed}")
     made, options = _FORMATS[formats]
     both = pair(
+        delta=True,
         engines=draw.choice([1, 2]),
         relay=draw.random() < 0.2,
         digest=draw.random() < 0.3,
@@ -182,7 +213,9 @@ def test_any_course_ends_with_the_bytes_of_whole_pushes(
     both.push()
     for step in range(1, 9):
         both.train(draw.choice([0.0, 0.001, 0.03, 0.03, 0.1, 0.4, 1.0]), step)
-        match draw.choice(["push", "push", "corrupt", "fail", "replace", "connect"]):
+        match draw.choice(["push", "push", "whole", "corrupt", "fail", "replace", "connect"]):
+            case "whole":
+                both.delta._session._choice._left = draw.choice([1, 2])
             case "corrupt":
                 number = draw.choice(both.delta.rollouts)
                 both.delta.spoil(number, draw.choice(["embed", "up", "down"]))
@@ -207,7 +240,7 @@ def test_any_course_ends_with_the_bytes_of_whole_pushes(
 
 
 def test_replicas_of_an_engine_refuse_changes() -> None:
-    sync = LocalSync(delta=True)
+    sync = LocalSync(delta="always")
     try:
         with pytest.raises(InvalidArgument, match="leave delta=True away"):
             sync._replica_sides([], sync._side, sync._side)
