@@ -21,7 +21,7 @@ use crate::{
     wake::Waker,
 };
 
-struct NoRoom;
+pub(super) struct NoRoom;
 
 impl MessageRoom for NoRoom {
     fn admit(&self, _: usize) -> Admit {
@@ -47,19 +47,19 @@ fn link_up(out: &[Completion]) -> Option<LinkId> {
 }
 
 /// Two domains connected by one link.
-struct Pair {
-    a: ShmDomain,
-    b: ShmDomain,
-    from_a: Vec<Completion>,
-    from_b: Vec<Completion>,
+pub(super) struct Pair {
+    pub(super) a: ShmDomain,
+    pub(super) b: ShmDomain,
+    pub(super) from_a: Vec<Completion>,
+    pub(super) from_b: Vec<Completion>,
     /// The link's id at each end.
-    own_link: LinkId,
-    peer_link: LinkId,
-    now: Time,
+    pub(super) own_link: LinkId,
+    pub(super) peer_link: LinkId,
+    pub(super) now: Time,
 }
 
 impl Pair {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let ((a, _), (b, b_address)) = (domain(), domain());
         let (from_a, from_b, now) = (Vec::new(), Vec::new(), Time(1));
         let mut pair = Self { a, b, from_a, from_b, own_link: 0, peer_link: 0, now };
@@ -80,7 +80,7 @@ impl Pair {
         self.a.poll(self.now, &NoRoom, &mut self.from_a);
     }
 
-    fn poll_b(&mut self) {
+    pub(super) fn poll_b(&mut self) {
         self.now = self.now.after(Duration::from_millis(1));
         self.b.poll(self.now, &NoRoom, &mut self.from_b);
     }
@@ -145,7 +145,7 @@ impl Pair {
     }
 }
 
-const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+pub(super) const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 const LARGE: usize = 64 << 20;
 
 fn region(memory: &mut [u8]) -> Arc<RegionMemory> {
@@ -153,7 +153,7 @@ fn region(memory: &mut [u8]) -> Arc<RegionMemory> {
     Arc::new(RegionMemory::new(KEY, base, len, Backing::Foreign, None))
 }
 
-fn is_down(out: &[Completion]) -> bool {
+pub(super) fn is_down(out: &[Completion]) -> bool {
     out.iter().any(|c| matches!(c, Completion::LinkDown { .. }))
 }
 
@@ -401,48 +401,6 @@ fn mr_1_after_a_close_the_peer_waits_only_for_the_device_stores() {
     assert!(is_released(&pair.from_b) && pair.b.links.is_empty());
 }
 
-/// A peer can make this process hold replies with a descriptor each, so requests of a peer that
-/// reads no replies are not read.
-#[test]
-fn a_peer_that_reads_no_replies_cannot_exhaust_descriptors() {
-    use std::os::fd::AsFd;
-
-    use super::control_socket::{Frame, MAX_PENDING_REPLIES};
-
-    let mut pair = Pair::new();
-    let memory = Arc::new(Allocation::new(4096).unwrap());
-    let (base, backing) =
-        (memory.base(), Backing::Owned { allocation: Arc::clone(&memory), offset: 0 });
-    pair.b.register(&Arc::new(RegionMemory::new(KEY, base, 4096, backing, None)), None).unwrap();
-    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let (before, frame) = (descriptors(), Frame::Resolve(KEY).encode());
-    let slot = ShmDomain::slot(pair.own_link);
-    let (mut asked, mut count_refused) = (0, 0);
-    while count_refused < 50 {
-        match rustix::io::write(pair.a.links[slot].control.fd().as_fd(), &frame) {
-            Ok(_) => (asked, count_refused) = (asked + 1, 0),
-            Err(rustix::io::Errno::AGAIN) => count_refused += 1,
-            Err(e) => panic!("{e}"),
-        }
-        pair.poll_b();
-        // Other tests of this process open descriptors as well.
-        assert!(descriptors() < before + 4 * MAX_PENDING_REPLIES, "after {asked} questions");
-        assert!(asked < 100_000, "its requests are read forever");
-    }
-    assert!(asked > MAX_PENDING_REPLIES);
-    // Once it reads, each request has its answer.
-    let mut answers = 0;
-    while answers < asked {
-        while let Some((bytes, fds)) = pair.a.links[slot].control.receive().unwrap() {
-            assert!(matches!(Frame::decode(&bytes), Ok(Frame::Mapped { .. })));
-            assert_eq!(fds.len(), 1);
-            answers += 1;
-        }
-        pair.poll_b();
-    }
-    assert_eq!(answers, asked);
-}
-
 /// A peer that has not answered a revocation may be in the middle of a copy.
 #[test]
 fn mr_1_a_close_waits_for_revocations_under_way() {
@@ -465,62 +423,5 @@ fn mr_1_a_close_waits_for_revocations_under_way() {
         assert_eq!(b.keeps(KEY.index), !answers);
         drop(b);
         assert_eq!(weak.strong_count() > 0, !answers, "memory is freed once it is released");
-    }
-}
-
-#[test]
-fn rs_4_a_peer_with_a_corrupt_ring_is_lost_and_keeps_no_engine_awake() {
-    let mut pair = Pair::new();
-    let slot = ShmDomain::slot(pair.own_link);
-    let super::Stage::Up(outbound) = &pair.a.links[slot].stage else { panic!("no link") };
-    // `a` keeps its end of the connection open.
-    let head = super::layout::MESSAGE_RING.head;
-    outbound.outbox.u64_at(head).store(u64::MAX, std::sync::atomic::Ordering::SeqCst);
-    let sleeps = (0..50).any(|_| {
-        pair.now = pair.now.after(Duration::from_millis(1));
-        !pair.b.poll(pair.now, &NoRoom, &mut pair.from_b) && pair.b.arm()
-    });
-    assert!(is_down(&pair.from_b));
-    assert!(sleeps);
-}
-
-/// Each mapping stays until its owner revokes it.
-
-#[test]
-fn a_peer_cannot_have_memory_mapped_that_was_not_asked_for() {
-    use super::control_socket::Frame;
-
-    let mut pair = Pair::new();
-    let memory = Allocation::new(4096).unwrap();
-    let key = RegionKey { index: 9, rkey: 1 };
-    let (len, allocation_len) = (4096, 4096);
-    let frame = Frame::Mapped { key, len, allocation: 1, allocation_len, offset: 0 };
-    let fd = memory.fd().try_clone_to_owned().unwrap();
-    pair.a.link(pair.own_link).unwrap().send(&frame, smallvec::smallvec![fd]).unwrap();
-    for _ in 0..3 {
-        pair.poll_b();
-    }
-    let Pair { mut b, peer_link, from_b, .. } = pair;
-    assert!(b.link(peer_link).is_none_or(|link| link.imports.get(key).is_none()));
-    assert!(is_down(&from_b), "it breaks the protocol");
-}
-
-#[test]
-fn a_peer_that_revokes_forever_and_reads_no_answers_is_bounded() {
-    use std::os::fd::AsFd;
-
-    use super::control_socket::Frame;
-
-    let mut pair = Pair::new();
-    let frame = Frame::Revoke { index: 5 }.encode();
-    let slot = ShmDomain::slot(pair.own_link);
-    let mut sent = 0;
-    while !is_down(&pair.from_b) {
-        match rustix::io::write(pair.a.links[slot].control.fd().as_fd(), &frame) {
-            Ok(_) => sent += 1,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::PIPE) => pair.poll_b(),
-            Err(e) => panic!("{e}"),
-        }
-        assert!(sent < 100_000, "its revocations are answered forever");
     }
 }

@@ -11,6 +11,8 @@ mod copies;
 mod doorbell;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+#[cfg(test)]
+mod hostile_peer_tests;
 mod imports;
 mod jobs;
 mod layout;
@@ -18,7 +20,9 @@ mod link;
 #[cfg(test)]
 mod link_tests;
 mod messages;
+mod posting;
 mod raw;
+mod regions;
 mod ring;
 
 use std::{
@@ -35,8 +39,8 @@ use smallvec::{smallvec, SmallVec};
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys,
-        PeerMapping, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerMapping,
+        Pinned, Post, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::{device::MemoryKind, RegionBook, RegionMemory},
     time::Time,
@@ -49,12 +53,9 @@ use crate::{
     wake::Waker,
 };
 use control_socket::Frame;
-use copies::{CopyTask, Operation};
 use doorbell::Doorbell;
-use imports::Import;
-use jobs::{CopyJob, CopyPool};
+use jobs::CopyPool;
 use link::{Link, Stage};
-use raw::Direction;
 
 /// Interval at which a thread that polls the rings polls the sockets too.
 const SOCKET_POLL_INTERVAL: Duration = Duration::from_micros(20);
@@ -175,131 +176,6 @@ impl ShmDomain {
     #[inline]
     fn link(&mut self, id: LinkId) -> Option<&mut Link> {
         self.links.get_mut(Self::slot(id)).filter(|l| l.id == id)
-    }
-
-    /// Checks that all pages lie inside the region, by its owner's descriptor (MR-3).
-    fn check(data: &Data, import: &Import) -> Result<(), DomainError> {
-        let last = match &data.remote_seq {
-            Seq::Strided { .. } => Some(data.remote_seq.nth(data.pages.saturating_sub(1))),
-            Seq::Indexed { list, offset, stride, .. } => {
-                u64::from(list.max()).checked_mul(*stride).and_then(|n| n.checked_add(*offset))
-            }
-        };
-        match last.and_then(|l| l.checked_add(data.page_len)) {
-            Some(end) if end <= import.len => Ok(()),
-            _ => Err(DomainError::Refused(format!(
-                "bytes outside region {} of {} bytes",
-                import.key.index, import.len
-            ))),
-        }
-    }
-
-    /// Copies data if its region is resolved; otherwise resolves the region first.
-    fn post_data(
-        &mut self,
-        id: LinkId,
-        token: Token,
-        wr: &WorkRequest,
-    ) -> Result<Post, DomainError> {
-        let (data, count, operation) = match wr {
-            WorkRequest::Write { data, count } => (data, *count, Operation::Copy(Direction::Out)),
-            WorkRequest::Read { data } => (data, None, Operation::Copy(Direction::In)),
-            WorkRequest::Prepare { data } => (data, None, Operation::Populate),
-            WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
-        };
-        // CPUs can't copy GPU memory, and a pool thread should be the one that waits for a copy
-        // engine.
-        let device = self.book.get(data.local_region).and_then(|r| r.location.cuda());
-        let device = device.map(|range| range.device);
-        let copy_by_engine = device.is_some() || data.remote.memory_kind().is_device();
-        let inline = !copy_by_engine && data.bytes() <= self.inline_left;
-        let (pool, links) = (&self.pool, &mut self.links);
-        let link = &mut links[Self::slot(id)];
-        if link.imports.get(data.remote).is_none() {
-            let known = link.resolving.contains_key(&data.remote);
-            if !known && link.resolving.len() >= link::MAX_RESOLVING {
-                return Ok(Post::Full);
-            }
-            let waiting = link.resolving.entry(data.remote).or_default();
-            waiting.push((token, wr.clone()));
-            if waiting.len() == 1 {
-                let _ = link.send(&Frame::Resolve(data.remote), smallvec![]);
-                self.update_interest(id);
-            }
-            return Ok(Post::Queued);
-        }
-        if count.is_some() && !link.can_count() {
-            return Ok(Post::Full);
-        }
-        let Some(import) = link.imports.get(data.remote) else {
-            return Ok(Post::Full);
-        };
-        Self::check(data, import)?;
-        if inline {
-            CopyTask { data, import, operation, device }.run(&pool.copier)?;
-            self.inline_left -= data.bytes();
-            return Ok(match count {
-                Some(count) => self.post_count(id, token, count),
-                None => Post::Done,
-            });
-        }
-        let import = Arc::clone(import);
-        let job = CopyJob::new(data.clone(), import, (operation, device), (id, token, count));
-        link.jobs.push(Arc::clone(&job));
-        pool.submit(job);
-        Ok(Post::Queued)
-    }
-
-    /// Sends a count on a link that has room for it.
-    #[inline]
-    fn post_count(&mut self, id: LinkId, token: Token, count: Count) -> Post {
-        let batching = self.batching;
-        let Some(link) = self.link(id) else { return Post::Full };
-        let over = link.push_count(token, count, !batching);
-        if batching && self.to_wake.last() != Some(&id) {
-            self.to_wake.push(id);
-        }
-        match over {
-            true => Post::Done,
-            false => Post::Queued,
-        }
-    }
-
-    /// Reports a copy that has ended. On a closing link chunks may have been skipped, so it counts
-    /// as failed whatever its result (RS-1).
-    fn finish_job(&mut self, job: &Arc<CopyJob>, out: &mut Vec<Completion>) {
-        let Some(link) = self.link(job.link) else { return };
-        link.jobs.retain(|j| !Arc::ptr_eq(j, job));
-        let (link_id, token) = (link.id, job.token);
-        match (job.result(), job.count, &link.closing) {
-            (Ok(()), Some(count), None) => link.count_copy(token, count, out),
-            (Ok(()), _, Some(cause)) => {
-                let result = Err(cause.clone());
-                out.push(Completion::Done { link: link_id, token, result });
-            }
-            (result, ..) => out.push(Completion::Done { link: link_id, token, result }),
-        }
-    }
-
-    /// Retries work that waited for room in the ring.
-    fn retry_deferred(&mut self, id: LinkId, out: &mut Vec<Completion>) -> bool {
-        let mut progressed = false;
-        while let Some((token, wr)) = self.link(id).and_then(|l| l.deferred.pop_front()) {
-            let done = match self.post_data(id, token, &wr) {
-                Ok(Post::Full) => {
-                    if let Some(l) = self.link(id) {
-                        l.deferred.push_front((token, wr));
-                    }
-                    break;
-                }
-                Ok(Post::Queued) => None,
-                Ok(Post::Done) => Some(Ok(())),
-                Err(e) => Some(Err(e)),
-            };
-            progressed = true;
-            out.extend(done.map(|result| Completion::Done { link: id, token, result }));
-        }
-        progressed
     }
 }
 
