@@ -186,6 +186,7 @@ class WeightSource:
                 self._drop_conversion()
             containers = plan.local_containers("source", self.rank)
             self._tensors.refresh()
+            self._tensors.drop_moved()
             self._check(containers)
             units = self._conversion.units(containers) if self._conversion else []
             units += self._computed(containers)

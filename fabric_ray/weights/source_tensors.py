@@ -50,7 +50,8 @@ class SourceTensors:
         # Gathered adapters, during a push.
         self._factors: dict[str, list[Factors]] = {}
         self._layouts: dict[str, _Layout] = {}
-        self._regions: dict[str, tuple[int, Region]] = {}
+        # With the place of the memory that is registered.
+        self._regions: dict[str, tuple[_Place, Region]] = {}
         if not self.tensors:
             raise InvalidArgument("a weight source needs at least one parameter")
         _check(self.tensors)
@@ -168,7 +169,7 @@ class SourceTensors:
             flat = _memory(param, self.tensors[param])
             # A NIC pays for each registration, and torch has many tensors in one segment.
             region = self._engine.register(flat, segment=flat.is_cuda)
-            known = (flat.data_ptr(), region)
+            known = (_Place(flat.data_ptr(), flat.numel()), region)
             self._regions[param] = known
         return known[1]
 
@@ -191,13 +192,25 @@ class SourceTensors:
                     f"parameter `{param}` differs from the plan: got {now}, expected {planned}; "
                     "call WeightSync.connect() again"
                 )
-        moved = [p for p, (at, _) in self._regions.items() if self.local(p).data_ptr() != at]
+        return self.drop_moved()
+
+    def drop_moved(self) -> bool:
+        """Drops registrations of memory in which no parameter lies any more; returns whether there
+        were any."""
+        moved = [p for p, (place, _) in self._regions.items() if self._place(p) != place]
         for param in moved:
             self._regions.pop(param)
         return bool(moved)
 
     def close(self) -> None:
         self._regions.clear()
+
+    def _place(self, param: str) -> _Place | None:
+        """Where pushes read a parameter; ``None`` if it is gone or is computed."""
+        if param not in self.tensors or self.is_computed(param):
+            return None
+        tensor = self.tensors[param]
+        return _Place(_local(tensor).data_ptr(), _storage_span(param, tensor)[1])
 
     def _current_layouts(self) -> dict[str, _Layout]:
         tied = self.ties()
@@ -240,6 +253,13 @@ def _empty(tensor: Any) -> torch.Tensor:
 
     local = _inner(tensor)
     return torch.empty(local.shape, dtype=local.dtype, device="meta")
+
+
+class _Place(NamedTuple):
+    """Memory, from a shard's first element to its last."""
+
+    address: int
+    nbytes: int
 
 
 class _Layout(NamedTuple):

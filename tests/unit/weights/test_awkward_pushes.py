@@ -227,6 +227,27 @@ def test_a_parameter_that_is_gone_is_not_pushed(few: Callable[..., Few]) -> None
         sync.push()
 
 
+@pytest.mark.parametrize("change", ["longer", "longer in place", "at another trainer"])
+def test_mr_1_a_connect_registers_anew_what_lies_elsewhere(
+    few: Callable[..., Few], change: str
+) -> None:
+    memory = noise(8, 8)
+    tensors = [{"v": noise(4), "w": memory.flatten()[:16].view(4, 4)}, {"v": noise(4)}]
+    tensors[1]["v"] = tensors[0]["v"].clone()
+    setup = few(tensors, side_of({"v": (4,), "w": (4, 4)}, 1, Replicate()))
+    sync = setup.controller()
+    sync.push()
+    if change == "at another trainer":
+        tensors[1]["w"] = tensors[0].pop("w").neg().resolve_neg()
+        moved = tensors[1]["w"]
+    else:
+        moved = tensors[0]["w"] = memory[:4, :4] if "place" in change else noise(4, 9)[:, :4]
+    sync.connect()
+    sync.push()
+    with setup.target.reading() as weights:
+        assert torch.equal(weights["w"], moved)
+
+
 def test_memory_of_released_parameters_goes_with_them(few: Callable[..., Few]) -> None:
     array = np.zeros((64, 32), np.uint16)
     module = torch.nn.Module()

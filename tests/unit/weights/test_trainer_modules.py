@@ -243,6 +243,20 @@ def test_rs_1_adapters_arrive_merged_and_the_base_stays(
             layer.scaling["default"] = 4.0
 
 
+def test_rs_1_an_adapter_that_is_made_after_a_push_arrives_after_the_next_connect(
+    pushes: Pushes,
+) -> None:
+    model, layer = adapted()
+    layer.active_adapters = []
+    sync = pushes.sync([model], whole_side(TIED))
+    sync.push()
+    layer.active_adapters = ["default"]
+    sync.connect()
+    sync.push()
+    with pushes.targets[0].reading() as weights:
+        assert torch.equal(weights["model.q_proj.weight"], layer.merged())
+
+
 def test_rs_1_an_adapter_that_is_trained_while_a_push_reads_it_is_named(
     pushes: Pushes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
