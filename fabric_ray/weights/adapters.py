@@ -45,7 +45,9 @@ class Factors(NamedTuple):
 
         a, b, dtype = self.a, self.b, self.b.dtype
         half = dtype in (torch.float16, torch.bfloat16)
-        product = b.float() @ a.float() if half else b @ a
+        # RS-1: autocast, which a trainer's loop may call from, would round the product.
+        with torch.autocast(b.device.type, enabled=False):
+            product = b.float() @ a.float() if half else b @ a
         scaled: torch.Tensor = (product.T if self.transposed else product) * self.scale
         return scaled.to(dtype) if half else scaled
 

@@ -243,6 +243,18 @@ def test_rs_1_adapters_arrive_merged_and_the_base_stays(
             layer.scaling["default"] = 4.0
 
 
+def test_rs_1_adapters_have_the_same_bits_under_autocast(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    model, layer = adapted()
+    held = SourceTensors(model, open_engine())
+    held.gather_adapters()
+    with torch.autocast("cpu", torch.bfloat16):
+        merged = held.local("model.q_proj.weight")
+    assert torch.equal(merged, layer.merged())
+    held.close()
+
+
 def test_rs_1_an_adapter_that_is_made_after_a_push_arrives_after_the_next_connect(
     pushes: Pushes,
 ) -> None:
