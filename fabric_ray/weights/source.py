@@ -44,7 +44,8 @@ class WeightSource:
 
     Args:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
-            and plain tensors in host memory or on a CUDA GPU.
+            and plain tensors in host memory or on a CUDA GPU. Empty on a rank that holds nothing,
+            such as all but rank 0 where rank 0 gathers the model.
         config: of a module of Megatron-Core (or its parts under virtual pipeline parallelism), the
             configuration of its model as Hugging Face has it: of transformers, the fields of a
             ``config.json``, its folder, or a :class:`~fabric_ray.models.ModelConfig`. The layout of
@@ -126,7 +127,7 @@ class WeightSource:
     @property
     def is_on_one_device(self) -> bool:
         """Whether all tensors are, as conversions need it."""
-        return len({tensor.device for tensor in self._tensors.tensors.values()}) == 1
+        return len({tensor.device for tensor in self._tensors.tensors.values()}) <= 1
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """This source's metadata for the controller: rank, shards (or the digest of ``side``), and

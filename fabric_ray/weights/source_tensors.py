@@ -52,8 +52,6 @@ class SourceTensors:
         self._layouts: dict[str, _Layout] = {}
         # With the place of the memory that is registered.
         self._regions: dict[str, tuple[_Place, Region]] = {}
-        if not self.tensors:
-            raise InvalidArgument("a weight source needs at least one parameter")
         _check(self.tensors)
 
     def refresh(self) -> None:

@@ -55,7 +55,7 @@ class Gathering:
         """What will come, in order. A function that gathers is called once to find out.
 
         Raises:
-            InvalidArgument: a name comes twice, or there is nothing.
+            InvalidArgument: a name comes twice.
         """
         with self._lock:
             if self._whole is None:
@@ -73,8 +73,6 @@ class Gathering:
             if each.name in whole:
                 raise InvalidArgument(f"`{each.name}` is gathered twice; gather it once")
             whole[each.name] = each
-        if not whole:
-            raise InvalidArgument("a replica source needs at least one tensor to gather")
         return whole
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

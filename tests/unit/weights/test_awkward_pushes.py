@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from fabric_ray.plan import (
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.conversion import Conversion
 from fabric_ray.weights.quant import Cast, Formats, Fp8, quantise, quantised_target
+from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
 from tests.processes import within
 from tests.unit.weights.local_sync import InProcess
 
@@ -35,8 +37,8 @@ BF16 = DType.of("bfloat16")
 Shapes = dict[str, tuple[int, ...]]
 
 
-def side_of(shapes: Shapes, ranks: int, placement: Any) -> Side:
-    mesh = Mesh.line(range(ranks))
+def side_of(shapes: Shapes, ranks: int, placement: Any, *, first: int = 0) -> Side:
+    mesh = Mesh.line(range(first, first + ranks))
     return Side.of(
         ranks,
         [
@@ -61,21 +63,16 @@ class Few:
         *,
         side: Side | None = None,
         watermark: int = 1 << 20,
+        source: Callable[..., Any] | None = None,
     ) -> None:
         self.tensors, self.formats = tensors, formats
         self.trainers = [f"trainer {i}" for i in range(len(tensors))]
         self.engines = {
             who: TransferEngine(name=who, transport="shm") for who in (*self.trainers, "rollout 0")
         }
+        source = source or partial(WeightSource, side=side, watermark=watermark)
         self.sources = [
-            WeightSource(
-                tensors[rank],
-                rank=rank,
-                side=side,
-                name=who,
-                engine=self.engines[who],
-                watermark=watermark,
-            )
+            source(tensors[rank], rank=rank, name=who, engine=self.engines[who])
             for rank, who in enumerate(self.trainers)
         ]
         self.target = WeightTarget(
@@ -225,6 +222,34 @@ def test_a_parameter_that_is_gone_is_not_pushed(few: Callable[..., Few]) -> None
     del tensors[0]["w"]
     with pytest.raises(WeightSyncError, match="`w` has been removed"):
         sync.push()
+
+
+@pytest.mark.parametrize("how", ["shards", "side", "converted", "changes", "replica"])
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_trainer_that_holds_nothing_takes_part(
+    few: Callable[..., Few], how: str, empty: int
+) -> None:
+    tensors = {"w": noise(8, 4), "v": noise(6)}
+    held: list[dict[str, torch.Tensor]] = [tensors, tensors]
+    held[empty] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    target, options = side_of(shapes, 1, Replicate()), dict[str, Any]()
+    if how == "converted":
+        options["formats"] = {"w": Cast("float32")}
+    if how == "side":
+        holder = side_of(shapes, 1, Replicate(), first=1 - empty)
+        options["side"] = Side.of(2, holder.containers)
+    if how == "replica":
+        options["source"] = lambda tensors, *, rank, **kw: ReplicaSource(
+            tensors, LayoutReplica(target), rank=rank, stage=rank, **kw
+        )
+    setup = few(held, target, **options)
+    sync = setup.controller(digest=True, delta=how == "changes")
+    for _ in range(2):
+        tensors["v"] += 1
+        sync.push()
+        with setup.target.reading() as weights:
+            assert all(torch.equal(weights[n], t.to(weights[n].dtype)) for n, t in tensors.items())
 
 
 @pytest.mark.parametrize("change", ["longer", "longer in place", "at another trainer"])
