@@ -61,7 +61,9 @@ def megatron_parts(
     stages = _stages(parts[0].config, parallel)
     _check_stages(parts, stages, parallel, state.get_pipeline_model_parallel_rank())
     tensors = local_tensors(model)
-    dtype = next(str(p.dtype) for part in parts for p in part.parameters())
+    # A stage may have no parameter.
+    dtypes = (p.dtype for part in parts for p in part.parameters())
+    dtype = str(next(dtypes, parts[0].config.params_dtype))
     known = msgspec.structs.replace(_config(config), dtype=dtype.removeprefix("torch."))
     _check_arithmetic(parts[0].config, known)
     _check_tied(parts[0], known)
