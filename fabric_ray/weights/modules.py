@@ -33,15 +33,19 @@ class Named(NamedTuple):
 
 class Found(dict[str, Any]):
     """Tensors of modules by name; ``again`` looks them up anew, since a module that is moved has
-    other buffers (RS-1)."""
+    other buffers (RS-1). Users may remove, replace and add tensors."""
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(look())
         self._look = look
+        self._first = dict(self)
 
     def again(self) -> dict[str, Any]:
-        now = self._look()
-        return {name: now.get(name, tensor) for name, tensor in self.items()}
+        """What the modules have by now: without what is gone and with what is new."""
+        now = dict(self._look())
+        own = {name: t for name, t in self.items() if t is not self._first.get(name)}
+        removed = self._first.keys() - self.keys()
+        return {name: t for name, t in now.items() if name not in removed} | own
 
 
 def current(

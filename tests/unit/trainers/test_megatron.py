@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig
 from fabric_ray.plan import Side, plan
 from fabric_ray.weights.families import (
@@ -161,6 +162,30 @@ def test_rs_1_a_source_follows_a_module_that_is_moved(open_engine: Callable[...,
     source.refresh()
     assert source.tensors.keys() == {"mlp.router.weight", "mlp.router.expert_bias"}
     assert source.local("mlp.router.expert_bias").tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["removed", "wrapped"])
+def test_rs_1_a_source_pushes_no_parameter_that_a_module_has_no_longer(
+    open_engine: Callable[..., TransferEngine], wrapped: bool
+) -> None:
+    core = nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
+    source = SourceTensors(local_tensors(core), open_engine())
+    source.remember_layouts()
+    down = core.pop("down")
+    if wrapped:  # as adapters wrap layers
+        core["down"] = nn.ModuleDict({"to_wrap": down, "lora": nn.Linear(2, 2)})
+    with pytest.raises(InvalidArgument, match=r"`down\.(weight|bias)` has been removed"):
+        source.refresh_moved()
+
+
+def test_rs_1_a_tensor_that_is_put_in_the_place_of_a_modules_is_pushed(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    tensors = local_tensors(nn.Linear(2, 2))
+    tensors["weight"] = torch.full((2, 2), 3.0)
+    source = SourceTensors(tensors, open_engine())
+    source.refresh()
+    assert source.local("weight").tolist() == [[3, 3], [3, 3]]
 
 
 @pytest.mark.parametrize(
