@@ -338,9 +338,7 @@ class WeightSource:
         plain = {
             name: tensor
             for name, tensor in held.items()
-            if name not in converted
-            and (self.side is not None or tensor.numel())
-            and (name in planned or name not in tied)
+            if name not in converted and tensor.numel() and (name in planned or name not in tied)
         }
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
         check_local(plain, [c for c in containers if c.name not in converted], self.rank, by=by)

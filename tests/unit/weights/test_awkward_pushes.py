@@ -252,6 +252,18 @@ def test_a_trainer_that_holds_nothing_takes_part(
             assert all(torch.equal(weights[n], t.to(weights[n].dtype)) for n, t in tensors.items())
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"w": torch.zeros(0, 4, dtype=torch.bfloat16)}], ids=["left out", "given"]
+)
+def test_a_share_of_no_rows_may_be_given_or_left_out(few: Callable[..., Few], given: Any) -> None:
+    whole, shapes = noise(2, 4), {"w": (2, 4)}
+    held = [{"w": whole[:1]}, {"w": whole[1:]}, given]
+    setup = few(held, side_of(shapes, 1, Replicate()), side=side_of(shapes, 3, Shard(0)))
+    setup.controller(digest=True).push()
+    with setup.target.reading() as weights:
+        assert torch.equal(weights["w"], whole)
+
+
 @pytest.mark.parametrize("change", ["longer", "longer in place", "at another trainer"])
 def test_mr_1_a_connect_registers_anew_what_lies_elsewhere(
     few: Callable[..., Few], change: str
