@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # A peer on this host lets go within microseconds, unless it is stopped.
 _QUIESCE_S = 2.0
 _ANSWER_S = 30.0
+# Timeouts that a bucket may take: the sender may wait for another receiver, then for a tensor.
+_TIMEOUTS = 2
 
 
 class Inbox:
@@ -44,7 +46,8 @@ class Inbox:
         engine: the receiver's.
         bucket: bytes of a slot.
         receiver: this receiver's name, for senders' errors.
-        timeout: seconds that the sender may take for a bucket.
+        timeout: seconds that the sender may take for a bucket. It may wait for another receiver as
+            long before.
     """
 
     def __init__(
@@ -102,7 +105,8 @@ class Inbox:
         try:
             while not over:
                 counter = self._counters[index % SLOTS]
-                arrival = counter.expect(1, writers=[peer], timeout=self._timeout)
+                patience = _TIMEOUTS * self._timeout
+                arrival = counter.expect(1, writers=[peer], timeout=patience)
                 yield arrival
                 arrival.result()
                 slot = self._memory.tensor()[index % SLOTS * self._slot :][: self._slot]

@@ -45,7 +45,7 @@ class Outbox:
     Args:
         engine: sends.
         bucket: bytes of a bucket; two are kept in host memory.
-        timeout: seconds that a receiver may take for a bucket.
+        timeout: seconds that receivers may take for a bucket, all at the same time.
     """
 
     def __init__(self, engine: TransferEngine, bucket: int, *, timeout: float = 300.0) -> None:
@@ -117,8 +117,8 @@ class Outbox:
         if not self._to:
             return
         yield from self._send(last=True)
+        yield from self._used(self._index)
         for receiver in self._to:
-            yield from receiver.used(self._index, self._timeout)
             yield from receiver.wrote(0)
         failed = {r.name: r.failed for r in self._to if r.failed}
         if failed:
@@ -176,14 +176,21 @@ class Outbox:
         nbytes = write_header(self._open(), self._at, header)
         assert self._memory is not None
         at = self._index % SLOTS * self._slot
+        yield from self._used(self._index - SLOTS + 1)
         for receiver in self._to:
-            yield from receiver.used(self._index - SLOTS + 1, self._timeout)
             receiver.write(self._memory[at : at + nbytes], self._index, self._timeout)
         self._index += 1
         self._replies = {}
         self._empty()
         for receiver in self._to:
             yield from receiver.wrote(1)
+
+    def _used(self, buckets: int) -> Waits:
+        """Until each receiver has used so many buckets, or failed; the timeout is of all."""
+        for receiver in self._to:
+            receiver.expect_use(buckets, self._timeout)
+        for receiver in self._to:
+            yield from receiver.used(buckets, self._timeout)
 
 
 class _Receiver:
@@ -198,6 +205,7 @@ class _Receiver:
         self._slots = engine.import_region(RegionDescriptor.from_bytes(invitation.region))
         self._said = engine.alloc(REPLY_BYTES)
         self._freed = engine.counter()
+        self._expected: Transfer | None = None
         self._used = 0
         self._writes: list[Transfer] = []
         engine.connect(self._peer)
@@ -223,10 +231,17 @@ class _Receiver:
             yield transfer
             self._see(transfer)
 
+    def expect_use(self, buckets: int, timeout: float) -> None:
+        """Starts the timeout of :meth:`used`, unless it runs."""
+        if not self.failed and self._used < buckets and self._expected is None:
+            self._expected = self._freed.expect(1, writers=[self._peer], timeout=timeout)
+
     def used(self, buckets: int, timeout: float) -> Waits:
         """Until it has used so many buckets, or failed."""
         while not self.failed and self._used < buckets:
-            freed = self._freed.expect(1, writers=[self._peer], timeout=timeout)
+            self.expect_use(buckets, timeout)
+            assert self._expected is not None
+            freed, self._expected = self._expected, None
             yield freed
             self._see(freed)
             if not self.failed and self._said.numpy()[GAVE_UP]:

@@ -183,6 +183,26 @@ def test_a_receiver_that_fails_is_named_and_the_others_get_everything(fleet) -> 
     assert all(same(got, tensors(2)) for got in each.got), "nothing of it is left behind"
 
 
+def test_rs_4_receivers_that_are_stuck_are_named_and_the_others_get_everything(fleet) -> None:
+    each, over = fleet(3, timeout=1.0), threading.Event()
+
+    def using(i: int, name: str) -> None:
+        if i < 2 and name == "embed":
+            over.wait(20)
+        if i == 2 and name == "experts":
+            over.set()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors().items():
+            time.sleep(0.03)  # the other receiver begins to wait before the sender does
+            yield name, tensor
+
+    with pytest.raises(WeightSyncError) as caught:
+        each.stream(gathered(), using=using)
+    assert set(caught.value.failed) == {"rollout 0", "rollout 1"}
+    assert same(each.got[2], tensors())
+
+
 def test_rs_4_a_receiver_that_dies_is_named_soon(fleet) -> None:
     each = fleet(2, timeout=30.0)
 
