@@ -172,8 +172,10 @@ class EngineConfig(BaseModel):
     @classmethod
     def _ports_from_text(cls, value: object) -> object:
         if isinstance(value, str):
-            first, dash, last = value.partition("-")
-            return first.strip(), (last if dash else first).strip()
+            first, dash, last = (part.strip() for part in value.partition("-"))
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                raise ValueError("give one port, or the first and the last: 20000-20099")
+            return first, last if dash else first
         return (value, value) if isinstance(value, int) else value
 
     @field_validator("ports")
@@ -259,6 +261,7 @@ def _complaint(
         causes.setdefault(field, []).append(cause[0].lower() + cause[1:])
     return "; ".join(
         f"{_variable(field) if field in environment else field}"
-        f"{'' if field in hidden else f'={reprlib.repr(values[field])}'}: {', or '.join(said)}"
+        f"{'' if field in hidden else f'={reprlib.repr(values[field])}'}: "
+        + ", or ".join(dict.fromkeys(said))
         for field, said in causes.items()
     )

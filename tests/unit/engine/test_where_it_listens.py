@@ -194,8 +194,8 @@ def test_the_environment_names_ports(
         ((0, 10), "greater than or equal to 1"),
         ((1, 65536), "less than or equal to 65535"),
         (70000, "less than or equal to 65535"),
-        ("8000-", "valid integer"),
-        ("http", "valid integer"),
+        ("8000-", "give one port, or the first and the last: 20000-20099"),
+        ("http", "give one port, or the first and the last: 20000-20099"),
         ((8000,), "[Ff]ield required"),
     ],
 )
