@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import reprlib
 from difflib import get_close_matches
@@ -11,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fabric_ray.errors import InvalidArgument
 
+logger = logging.getLogger(__name__)
+
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 TransportName = Literal["cuda_ipc", "shm", "verbs", "libfabric", "tcp", "file"]
 
@@ -18,6 +22,15 @@ _MOST_BYTES = 1 << 62
 _LONGEST_S = 1e9
 # A peer speaks four times as often. Below this, being scheduled takes longer.
 _SHORTEST_SILENCE_S = 0.01
+_PREFIX = "FABRIC_RAY_"
+# Variables that are read elsewhere than in an EngineConfig.
+_OTHER_VARIABLES = tuple(
+    _PREFIX + name
+    for name in ("KERNEL_CACHE", "LIBFABRIC", "NVRTC", "OBSERVE", "RDT_POOL_BYTES", "RUN_DIR")
+)
+# Other names with the prefix are common: Kubernetes gives FABRIC_RAY_SERVICE_HOST to every pod
+# beside a service called fabric-ray.
+_MISSPELT_FROM = 0.75
 
 
 class _NoToken:
@@ -212,6 +225,7 @@ class EngineConfig(BaseModel):
                 f"an engine is configured by an EngineConfig, not by a {type(config).__name__}; "
                 "or name its fields: TransferEngine(transport='tcp')"
             )
+        _warn_of_misspelt(frozenset(name for name in os.environ if name.startswith(_PREFIX)))
         given: dict[str, object] = dict(overrides)
         if config is not None:
             given = config.revealed() | given
@@ -242,7 +256,24 @@ class EngineConfig(BaseModel):
 
 
 def _variable(field: str) -> str:
-    return "FABRIC_RAY_RAILS" if field == "rail_rules" else f"FABRIC_RAY_{field.upper()}"
+    return _PREFIX + ("RAILS" if field == "rail_rules" else field.upper())
+
+
+@functools.cache  # once in a process
+def _warn_of_misspelt(names: frozenset[str]) -> None:
+    """Logs each of ``names`` that is not read and resembles one that is."""
+    read = {_PREFIX + field.upper(): _variable(field) for field in EngineConfig.model_fields}
+    read |= {name: name for name in (*read.values(), *_OTHER_VARIABLES)}
+    for name in sorted(names - set(read.values())):
+        if near := get_close_matches(name.removeprefix(_PREFIX), _words(read), 1, _MISSPELT_FROM):
+            meant = read[_PREFIX + near[0]]
+            logger.warning(
+                "%s has no effect: there is no such variable; did you mean %s?", name, meant
+            )
+
+
+def _words(variables: dict[str, str]) -> list[str]:
+    return [name.removeprefix(_PREFIX) for name in variables]
 
 
 def _complaint(
