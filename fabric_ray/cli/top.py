@@ -77,12 +77,15 @@ def _watch(look: _Looks, as_json: bool, interval: float) -> None:
         while True:
             typer.echo(msgspec.json.encode({"engines": look.rows()}).decode())
             time.sleep(interval)
+    if not (pipe := stdout()).is_terminal:
+        while True:
+            pipe.print(_shown(look))
+            pipe.file.flush()
+            time.sleep(interval)
     with keys() as pressed, Live(auto_refresh=False, screen=True) as live:
         end = f"{'q' if pressed else 'Ctrl-C'} ends it"
         while True:
-            found = look.rows()
-            shown = _view(found) if look.processes else Text(nothing_shown())
-            live.update(Group(shown, Text(end, style="dim")), refresh=True)
+            live.update(Group(_shown(look), Text(end, style="dim")), refresh=True)
             if _wants_to_leave(pressed, interval):
                 return
 
@@ -119,6 +122,11 @@ class _Looks:
             for path, now in found.items()
             for row in rows(before.get(path), now, under_way.get(path))
         ]
+
+
+def _shown(look: _Looks) -> Group | Text:
+    found = look.rows()
+    return _view(found) if look.processes else Text(nothing_shown())
 
 
 def _view(engines: list[EngineRow]) -> Group:

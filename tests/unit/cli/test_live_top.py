@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,3 +152,26 @@ def test_where_no_key_is_heard_it_says_what_ends_it(
         terminal.ends()
     finally:
         terminal.close()
+
+
+def test_in_a_pipe_it_prints_what_it_sees_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[TransferEngine, TransferEngine]
+) -> None:
+    monkeypatch.setenv("FABRIC_RAY_RUN_DIR", str(tmp_path / "run"))
+    command = [sys.executable, "-m", "fabric_ray", "top", "--interval", "0.1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        late = threading.Timer(60, process.kill)
+        late.start()
+        try:
+            assert process.stdout is not None
+            assert "no process shows itself" in process.stdout.readline()
+            observe.serve()
+            assert any(f"pid {os.getpid()}" in line for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            assert "\x1b" not in rest
+            assert process.wait(60) == Code.DONE
+        finally:
+            late.cancel()
+            process.kill()
+            observe.stop()
