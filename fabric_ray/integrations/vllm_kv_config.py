@@ -53,9 +53,12 @@ class KvConnectorConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
+            fields = [*cls.model_fields]
+            if first["loc"][0] == "terms":
+                fields = [f"terms.{name}" for name in Terms.model_fields if name != "tail_nbytes"]
             raise InvalidArgument(
                 f"kv_connector_extra_config, field `{field}`: {first['msg'].lower()}; the fields "
-                f"are {', '.join(cls.model_fields)}"
+                f"are {', '.join(fields)}"
             ) from None
         if config.terms.tail_nbytes:
             raise InvalidArgument(

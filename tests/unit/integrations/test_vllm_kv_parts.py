@@ -227,6 +227,7 @@ def test_a_configuration_that_there_is_not_is_named() -> None:
         ({"lease": 0}, "`lease`"),
         ({"terms": {"silence": -1}}, "`terms.silence`"),
         ({"terms": {"tail_nbytes": 8}}, "tail_nbytes"),
+        ({"terms": {"silense": 3}}, r"the fields are terms\.beat, terms\.silence"),
     ]:
         with pytest.raises(InvalidArgument, match=text):
             KvConnectorConfig.of(wrong)
