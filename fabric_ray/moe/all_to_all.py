@@ -115,6 +115,7 @@ class AllToAll(RankExchange):
             device=device,
             token_width=token_width,
         )
+        self._unconnected = set(range(ranks)) - {rank}
         home = self._home
         self._left_out: tuple[int, ...] = ()
         if launcher is not None or home.type != "cpu":
@@ -201,13 +202,17 @@ class AllToAll(RankExchange):
             InvalidArgument: it is here already, or was given no descriptor of this rank.
         """
         self._finish()
-        return self._native.admit(descriptor)
+        admitted = self._native.admit(descriptor)
+        self._unconnected.discard(admitted)
+        return admitted
 
     def connect(self, descriptors: Iterable[bytes | None]) -> None:
         """Admits all ranks by their descriptors; ``None`` for a rank that is left out. This rank's
         own descriptor is ignored."""
         for rank, descriptor in enumerate(descriptors):
-            if descriptor is not None and rank != self._rank:
+            if descriptor is None:
+                self._unconnected.discard(rank)
+            elif rank != self._rank:
                 self.admit(descriptor)
 
     def set_timeout(self, seconds: float) -> None:
@@ -256,6 +261,7 @@ class AllToAll(RankExchange):
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Gives a rank up."""
         self._native.mask(rank, cause)
+        self._unconnected.discard(rank)
 
     @property
     def lost(self) -> tuple[RankLoss, ...]:
@@ -289,12 +295,18 @@ class AllToAll(RankExchange):
             parts: by name, ``[tokens, width]``.
 
         Raises:
-            InvalidArgument: a tensor doesn't match, or dispatch_send is not next; nothing was sent.
+            InvalidArgument: a rank was neither admitted nor left out, a tensor doesn't match, or
+                dispatch_send is not next; nothing was sent.
         """
         self.dispatch(Outgoing(x, indices, parts))
 
     def dispatch(self, out: Outgoing) -> None:
         """As :meth:`dispatch_send`; a device also casts tokens and keeps indices by its kernels."""
+        if self._unconnected:
+            raise InvalidArgument(
+                f"rank {min(self._unconnected)} is not connected; give connect the descriptors of "
+                f"all {self._ranks} ranks, None for a rank that is left out"
+            )
         if self._steps is not None:
             self._steps.dispatch_send(out)
             return

@@ -40,6 +40,27 @@ def test_answers_come_one_by_one_where_they_are_wanted() -> None:
         on_each(alls, work)
 
 
+def test_a_rank_that_was_forgotten_gets_no_zeros_in_silence() -> None:
+    shape: dict[str, Any] = {"ranks": 3, "experts": 3, "topk": 1, "hidden": 8, "max_tokens": 4}
+    engines = [TransferEngine() for _ in range(3)]
+    try:
+        alls = [AllToAll(engine, rank=rank, **shape) for rank, engine in enumerate(engines)]
+        x, idx, _ = batch(0, 4, 3, 1, 8)
+        with pytest.raises(errors.InvalidArgument, match="rank 1 is not connected"):
+            alls[0].dispatch_send(x, idx)
+        descriptors = [a.descriptor() for a in alls]
+        alls[0].connect(descriptors[:2])
+        with pytest.raises(errors.InvalidArgument, match=r"rank 2 is.* all 3 ranks"):
+            alls[0].dispatch_send(x, idx)
+        alls[0].admit(descriptors[2])
+        alls[0].dispatch_send(x, idx)
+        alls[1].connect([descriptors[0], None, None])
+        alls[1].dispatch_send(x, idx)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
 def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
     with group(1, experts=4, topk=2, hidden=8, max_tokens=4) as [a]:
         x, idx, w = batch(0, 4, 4, 2, 8)
