@@ -54,15 +54,20 @@ class DirectoryState:
         actor_id: str | None = None,
         node_id: str | None = None,
         now: float | None = None,
-    ) -> Entry:
-        """Adds an engine or renews its lease. A new incarnation takes over the name."""
+    ) -> Entry | None:
+        """Adds an engine or renews its lease. A new incarnation takes over the name.
+
+        Returns:
+            the living engine that had the name before, if it is another one.
+        """
         now = time.monotonic() if now is None else now
         incarnation = EngineAddress.from_bytes(address).id
         if not name:
             raise InvalidArgument("engine name is empty; give a name")
+        before = self.lookup(name, now=now)
         entry = Entry(name, address, incarnation, actor_id, node_id, now + self._lease_s)
         self._entries[name] = entry
-        return entry
+        return before if before is not None and before.incarnation != incarnation else None
 
     def lookup(self, name: str, *, now: float | None = None) -> Entry | None:
         """The living engine of that name."""
@@ -110,10 +115,11 @@ class Directory:
         *,
         actor_id: str | None = None,
         node_id: str | None = None,
-    ) -> None:
-        ray.get(
+    ) -> Entry | None:
+        before: Entry | None = ray.get(
             self._actor.publish.remote(name, address.to_bytes(), actor_id=actor_id, node_id=node_id)
         )
+        return before
 
     def renew(self, name: str, incarnation: str) -> Lease:
         lease: Lease = ray.get(self._actor.renew.remote(name, incarnation))

@@ -52,12 +52,21 @@ class _Resident:
 
     def _publish(self) -> None:
         context = ray.get_runtime_context()
-        directory().publish(
-            str(self.name),
-            self.engine.address,
-            actor_id=context.get_actor_id(),
-            node_id=context.get_node_id(),
+        actor = context.get_actor_id()
+        before = directory().publish(
+            str(self.name), self.engine.address, actor_id=actor, node_id=context.get_node_id()
         )
+        # A restarted actor keeps its id, and takes its own name over.
+        if before is not None and (actor is None or before.actor_id != actor):
+            owner = f"actor {before.actor_id}" if before.actor_id else "a driver or task"
+            logger.warning(
+                "engine %s takes its name over from engine %s of %s on node %s, whose lease has "
+                "not ended; if that one lives, it is no longer found by name: give each its own",
+                self.engine.address.id[:8] + " " + str(self.name),
+                before.incarnation[:8],
+                owner,
+                before.node_id,
+            )
 
     def _renew(self) -> None:
         while not self._stop.wait(LEASE_S / 3):
@@ -95,7 +104,8 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
     """The one engine of this process, opened at first use; works inside any Ray actor or task.
 
     On Ray it knows the cluster's token, listens on the node's address, and is found in the
-    directory under ``name`` (by default the actor's id). Without Ray it is an ordinary engine.
+    directory under ``name`` (by default the actor's id; in drivers and tasks ``worker-`` and the
+    id of the Ray worker). Without Ray it is an ordinary engine.
     After ``ray.shutdown()``, the first call in another cluster closes it and opens a new one.
 
     Args:
@@ -128,8 +138,15 @@ def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
     if not ray.is_initialized():
         named: dict[str, Any] = {"name": name} if name else {}
         return _Resident(TransferEngine(**named, **overrides), None)
-    found_by = name or ray.get_runtime_context().get_actor_id() or f"driver-{os.getpid()}"
+    found_by = name or process_name()
     return _Resident(cluster_engine(found_by, **overrides), found_by)
+
+
+def process_name() -> str:
+    """A name that no other process of the cluster has: the actor's id, or the Ray worker's. Process
+    ids repeat between hosts and containers."""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_id() or f"worker-{context.get_worker_id()}")
 
 
 def cluster_engine(name: str, **overrides: Any) -> TransferEngine:

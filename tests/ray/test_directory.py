@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -35,8 +36,11 @@ def test_a_lease_ends_unless_renewed(two_lives: tuple[TransferEngine, TransferEn
 def test_a_restart_takes_the_name_over(two_lives: tuple[TransferEngine, TransferEngine]) -> None:
     state = DirectoryState(lease_s=10)
     with two_lives[0] as old, two_lives[1] as new:
-        state.publish("a", old.address.to_bytes(), now=0)
-        state.publish("a", new.address.to_bytes(), now=1)
+        assert state.publish("a", old.address.to_bytes(), now=0) is None
+        assert state.publish("a", old.address.to_bytes(), now=0) is None
+        before = state.publish("a", new.address.to_bytes(), now=1)
+        assert before is not None
+        assert before.incarnation == old.id
         # What the old life still says changes nothing.
         assert state.renew("a", old.id, now=2) == "superseded"
         assert not state.withdraw("a", old.id)
@@ -44,6 +48,8 @@ def test_a_restart_takes_the_name_over(two_lives: tuple[TransferEngine, Transfer
         assert entry is not None
         assert entry.incarnation == new.id
         assert state.withdraw("a", new.id)
+        state.publish("a", old.address.to_bytes(), now=3)
+        assert state.publish("a", new.address.to_bytes(), now=13) is None, "its lease had ended"
         with pytest.raises(InvalidArgument, match="name"):
             state.publish("", new.address.to_bytes())
 
@@ -60,6 +66,14 @@ class Holder:
         peer = self.engine.peer(directory().lookup(name, timeout=10))
         self.engine.send(peer, b"hello").wait(10)
         return 5
+
+    def warnings_of_open(self, name: str) -> list[str]:
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fabric_ray.runtime").addHandler(handler)
+        self.open(name)
+        return heard
 
     def leave(self) -> None:
         from fabric_ray import runtime
@@ -96,6 +110,39 @@ def test_actors_find_each_other_by_name(cluster: list[str]) -> None:
     finally:
         ray.kill(a)
         ray.kill(b)
+
+
+def test_a_name_that_is_taken_is_told_to_who_takes_it_over(cluster: list[str]) -> None:
+    holder: Any = ray.remote(Holder)
+    a, b = (holder.options(num_cpus=0).remote() for _ in range(2))
+    try:
+        assert ray.get(a.warnings_of_open.remote("twice")) == []
+        first = directory().lookup("twice").id
+        (warning,) = ray.get(b.warnings_of_open.remote("twice"))
+        assert first[:8] in warning
+        assert a._actor_id.hex() in warning
+    finally:
+        ray.kill(a)
+        ray.kill(b)
+
+
+def _own_name() -> tuple[str, str]:
+    """The default name of this process's engine, and the Ray worker's id."""
+    from fabric_ray import runtime
+
+    try:
+        name = runtime.engine().config.name
+        assert directory().lookup(name).id == runtime.engine().id
+        return name, ray.get_runtime_context().get_worker_id()
+    finally:
+        runtime.shutdown()
+
+
+def test_default_names_are_of_one_process_in_the_cluster(cluster: list[str]) -> None:
+    """Process ids are not: each container has a process 1."""
+    task: Any = ray.remote(num_cpus=0)(_own_name)
+    for name, worker in (_own_name(), ray.get(task.remote())):
+        assert name == f"worker-{worker}"
 
 
 TWO_CLUSTERS = """

@@ -21,7 +21,7 @@ from ray.experimental import (
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
 from fabric_ray.errors import DecodeError, FabricError
-from fabric_ray.runtime.process import cluster_engine
+from fabric_ray.runtime.process import cluster_engine, process_name
 from fabric_ray.runtime.rdt.exchange import Exchange
 from fabric_ray.runtime.rdt.fetches import Fetch
 from fabric_ray.runtime.rdt.metadata import FabricCommunicator, FabricMetadata
@@ -196,7 +196,7 @@ def _open(context: Any) -> Exchange:
     name = (context.get_actor_name() or actor) if actor else "driver"
     holder = Holder(str(name), str(context.get_node_id()), os.getpid())
     # An engine of its own: the process's may be opened later, under a name, or be shut down.
-    engine = cluster_engine(f"rdt-{actor or f'driver-{os.getpid()}'}")
+    engine = cluster_engine(f"rdt-{process_name()}")
     return Exchange(engine, holder, timeout=ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
 
 
