@@ -39,11 +39,27 @@ class _Resident:
         self.engine = engine
         self.name = name
         self.pid = os.getpid()
-        self._node = _node_id() if name is not None else None
+        self._node: str | None = None
         self._stop = threading.Event()
-        if name is not None:
-            self._publish()
-            threading.Thread(target=self._renew, name="fabric-lease", daemon=True).start()
+
+    def enter_cluster(self) -> None:
+        """Publishes the engine, if it isn't.
+
+        Raises:
+            InvalidArgument: it was opened before Ray, and no engine of the cluster can reach it.
+        """
+        if self._node is not None:
+            return
+        if self.engine.config.token is None:
+            raise InvalidArgument(
+                f"{self.engine!r} was opened before ray.init() and has no token, so no engine of "
+                "the cluster can reach it; call ray.init() first, or shutdown() to have it opened "
+                "again"
+            )
+        self.name = self.name or process_name()
+        self._publish()
+        self._node = _node_id()
+        threading.Thread(target=self._renew, name="fabric-lease", daemon=True).start()
 
     @property
     def in_other_cluster(self) -> bool:
@@ -91,9 +107,9 @@ class _Resident:
 
     def close(self) -> None:
         self._stop.set()
-        if self.name is not None and ray.is_initialized():
+        if self._node is not None and ray.is_initialized():
             try:
-                directory().withdraw(self.name, self.engine.id)
+                directory().withdraw(str(self.name), self.engine.id)
             except Exception as error:
                 # The lease ends by itself.
                 logger.debug("engine %s was not withdrawn: %s", self.name, error)
@@ -106,14 +122,17 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
     On Ray it knows the cluster's token, listens on the node's address, and is found in the
     directory under ``name`` (by default the actor's id; in drivers and tasks ``worker-`` and the
     id of the Ray worker). Without Ray it is an ordinary engine.
-    After ``ray.shutdown()``, the first call in another cluster closes it and opens a new one.
+    After ``ray.shutdown()``, the first call in another cluster closes it and opens a new one. An
+    engine that was opened before ``ray.init()`` with a token of its own is published by the first
+    call after it.
 
     Args:
         name: how others find it; only the first call of a process decides.
         overrides: fields of :class:`fabric_ray.EngineConfig`; only the first call may name any.
 
     Raises:
-        InvalidArgument: the engine is open already and the call asks for something else.
+        InvalidArgument: the engine is open already and the call asks for something else, or it was
+            opened before ``ray.init()`` without a token.
     """
     global _current
     with _lock:
@@ -127,6 +146,8 @@ def engine(*, name: str | None = None, **overrides: Any) -> TransferEngine:
                 f"this process has its engine already ({_current.engine!r}); call shutdown() "
                 "before asking for another"
             )
+        if ray.is_initialized():
+            _current.enter_cluster()
         return _current.engine
 
 
@@ -137,7 +158,7 @@ def _node_id() -> str:
 def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
     if not ray.is_initialized():
         named: dict[str, Any] = {"name": name} if name else {}
-        return _Resident(TransferEngine(**named, **overrides), None)
+        return _Resident(TransferEngine(**named, **overrides), name)
     found_by = name or process_name()
     return _Resident(cluster_engine(found_by, **overrides), found_by)
 

@@ -166,11 +166,43 @@ print("joined both")
 """
 
 
+BEFORE_RAY = """
+import ray
+from fabric_ray import runtime
+from fabric_ray.errors import InvalidArgument
+
+def join():
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+
+early = runtime.engine(name="early", token=b"of every process here")
+assert runtime.engine(name="early") is early
+join()
+assert runtime.engine() is early
+assert runtime.directory().lookup("early").id == early.id
+runtime.shutdown()
+assert runtime.directory().entries() == []
+ray.shutdown()
+
+lonely = runtime.engine()
+join()
+try:
+    runtime.engine()
+    raise AssertionError("no engine of the cluster can reach it")
+except InvalidArgument as error:
+    assert "before ray.init()" in str(error), error
+runtime.shutdown()
+engine = runtime.engine()
+assert runtime.directory().lookup(engine.config.name).id == engine.id
+print("found")
+"""
+
+
 @pytest.mark.long
-def test_a_process_that_joins_another_cluster_has_an_engine_of_that_one() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+@pytest.mark.parametrize(("program", "end"), [(TWO_CLUSTERS, "joined both"), (BEFORE_RAY, "found")])
+def test_a_process_that_joins_a_cluster_has_an_engine_of_that_one(program: str, end: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "FABRIC_RAY_TOKEN")}
     done = subprocess.run(
-        [sys.executable, "-c", TWO_CLUSTERS], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("joined both\n")
+    assert done.stdout.endswith(f"{end}\n")
