@@ -131,8 +131,10 @@ def _shown(look: _Looks) -> Group | Text:
 
 def _view(engines: list[EngineRow]) -> Group:
     parts: list[Text | Table | str] = []
+    # Containers of this host: a process id alone may be that of several.
+    several = len({engine.host for engine in engines}) > 1
     for engine in engines:
-        parts += [*_engine(engine), ""]
+        parts += [*_engine(engine, several), ""]
     if any(engine.transfers for engine in engines):
         parts.append(_going(engines))
     return Group(*parts)
@@ -160,9 +162,10 @@ def _of(one: Going) -> str:
     return ", ".join(said if one.posted else [*said, "waits for its first post"])
 
 
-def _engine(engine: EngineRow) -> list[Text | Table]:
+def _engine(engine: EngineRow, with_host: bool) -> list[Text | Table]:
     """A heading, the engine's own rates, and a table of its peers; fits into 80 columns."""
-    heading = Text(f"{engine.engine} (pid {engine.pid})", style="bold")
+    host = f" on {engine.host}" if with_host else ""
+    heading = Text(f"{engine.engine} (pid {engine.pid}{host})", style="bold")
     heading.append(f"  {engine.command}", style="dim")
     heading.no_wrap, heading.overflow = True, "ellipsis"
     rates = Text(

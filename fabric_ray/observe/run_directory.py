@@ -70,13 +70,22 @@ def unready_path(path: Path) -> Path:
     return path.with_suffix(".new")
 
 
+def _pid_namespace() -> str:
+    try:
+        link = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "0"
+    return link.removeprefix("pid:[").removesuffix("]")
+
+
 def socket_path(directory: Path, pid: int) -> Path:
-    """The path of a process's socket.
+    """The path of a process's socket. Containers may share the directory, and process ids repeat
+    between their PID namespaces.
 
     Raises:
         InvalidArgument: the path is too long for a socket.
     """
-    path = directory / f"{pid}.sock"
+    path = directory / f"{pid}-{_pid_namespace()}.sock"
     if len(os.fsencode(path)) > _LONGEST:
         raise InvalidArgument(
             f"{path} is too long for a socket; name a shorter directory in {RUN_DIR_VARIABLE}"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from fabric_ray import TransferEngine, errors, observe
 from fabric_ray.cli.main import app
 from fabric_ray.observe.client import LONGEST_QUESTION, Silent, ask_metrics, ask_records, sockets
+from fabric_ray.observe.run_directory import socket_path, unready_path
 
 Pair = tuple[TransferEngine, TransferEngine]
 
@@ -91,9 +93,11 @@ def test_a_socket_has_its_name_only_when_its_process_listens(
             super().listen(backlog)
 
     runs_in.mkdir(mode=0o700)
-    (runs_in / f"{os.getpid()}.new").touch()  # left by a process of the same number
+    own = socket_path(runs_in, os.getpid())
+    unready_path(own).touch()  # left by a process of the same number
     monkeypatch.setattr(socket, "socket", Listener)
     path = observe.serve()
+    assert path == own
     assert unheard == []
     assert sockets() == [path] == list(runs_in.iterdir())
     assert ask_metrics(path).pid == os.getpid()
@@ -165,6 +169,35 @@ def test_a_socket_that_outlived_its_process_is_removed(runs_in: Path) -> None:
     assert sockets() == [dead]
     with pytest.raises(Silent, match="gone"):
         ask_metrics(dead)
+    assert sockets() == []
+
+
+CONTAINED = """
+import os, sys
+from fabric_ray import TransferEngine, observe
+with TransferEngine():
+    observe.serve()
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+ALONE = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+def test_processes_of_one_number_in_two_containers_are_both_shown(runs_in: Path) -> None:
+    if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not make PID namespaces")
+    command = [*ALONE, sys.executable, "-c", CONTAINED]
+    pipe = subprocess.PIPE
+    with ExitStack() as ends:
+        for _ in range(2):
+            process = ends.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+            assert process.stdin
+            assert process.stdout
+            ends.callback(process.stdin.close)
+            assert process.stdout.readline() == b"1\n"
+        shown = [ask_metrics(path) for path in sockets()]
+        assert [process.pid for process in shown] == [1, 1]
+        assert len({engine.id for process in shown for engine in process.engines}) == 2
     assert sockets() == []
 
 
