@@ -19,7 +19,7 @@ from fabric_ray.errors import given_path
 from fabric_ray.observe import Flight, ProcessRecords, join, load, story
 from fabric_ray.observe.chrome import trace as chrome_trace
 from fabric_ray.observe.client import Silent, ask_records, sockets
-from fabric_ray.observe.run_directory import run_dir
+from fabric_ray.observe.run_directory import run_dirs
 
 _MOST_ROWS = 40
 
@@ -111,9 +111,11 @@ def _processes(files: list[Path], tell: Callable[[str], None]) -> list[ProcessRe
 
 def nothing_shown() -> str:
     """What to do where no process shows itself."""
+    looked_in = " or ".join(map(str, run_dirs()))
     return (
-        f"no process shows itself in {run_dir()}; start some with FABRIC_RAY_OBSERVE=1, or call "
-        "fabric_ray.observe.serve() in them"
+        f"no process shows itself in {looked_in}; start some with FABRIC_RAY_OBSERVE=1, or call "
+        "fabric_ray.observe.serve() in them; for other users run this command as them, for other "
+        "containers in them, or with FABRIC_RAY_RUN_DIR naming a directory that all share"
     )
 
 

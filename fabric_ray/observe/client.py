@@ -11,9 +11,9 @@ import msgspec
 
 from fabric_ray.decoding import from_json
 from fabric_ray.engine.observability import Cursor
-from fabric_ray.errors import FabricError
+from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
-from fabric_ray.observe.run_directory import check_run_dir, run_dir
+from fabric_ray.observe.run_directory import check_run_dir, run_dirs
 
 LONGEST_QUESTION = 1 << 20
 _LONGEST_ANSWER = 1 << 30
@@ -48,10 +48,22 @@ class Silent(FabricError):
 def sockets(directory: Path | None = None) -> list[Path]:
     """Sockets of all processes of this user.
 
+    Args:
+        directory: by default all that :func:`run_dirs` names.
+
     Raises:
-        InvalidArgument: other users may write to the directory.
+        InvalidArgument: other users may write to the directory, by default to the first.
     """
-    directory = directory or run_dir()
+    first, *others = [directory] if directory else run_dirs()
+    found = _sockets_in(first)
+    for other in others:
+        # Anyone may have made it.
+        with contextlib.suppress(InvalidArgument):
+            found += _sockets_in(other)
+    return found
+
+
+def _sockets_in(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     check_run_dir(directory)

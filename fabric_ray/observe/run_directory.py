@@ -25,6 +25,17 @@ def run_dir() -> Path:
     return Path("/tmp") / f"fabric-ray-{os.geteuid()}"
 
 
+def run_dirs() -> list[Path]:
+    """The directories where this user's processes may have their sockets, :func:`run_dir` first.
+    Not every process of a user is started with ``$XDG_RUNTIME_DIR``: services, ``sudo``, ``docker
+    exec`` and batch systems leave it out."""
+    if os.environ.get(RUN_DIR_VARIABLE):
+        return [run_dir()]
+    user = os.geteuid()
+    others = Path(f"/run/user/{user}/fabric-ray"), Path("/tmp") / f"fabric-ray-{user}"
+    return list(dict.fromkeys((run_dir(), *others)))
+
+
 def make_run_dir(directory: Path) -> None:
     """Creates the directory for this user alone, and checks it.
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fabric_ray import TransferEngine, errors, observe
 from fabric_ray.cli.main import app
 from fabric_ray.observe.client import LONGEST_QUESTION, Silent, ask_metrics, ask_records, sockets
-from fabric_ray.observe.run_directory import socket_path, unready_path
+from fabric_ray.observe.run_directory import run_dirs, socket_path, unready_path
 
 Pair = tuple[TransferEngine, TransferEngine]
 
@@ -170,6 +170,21 @@ def test_a_socket_that_outlived_its_process_is_removed(runs_in: Path) -> None:
     with pytest.raises(Silent, match="gone"):
         ask_metrics(dead)
     assert sockets() == []
+
+
+def test_a_process_without_a_runtime_directory_is_found_from_a_login_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services, ``docker exec`` and batch systems set none."""
+    monkeypatch.delenv("FABRIC_RAY_RUN_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    path = observe.serve()
+    try:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert path in sockets()
+        assert Path(f"/run/user/{os.geteuid()}/fabric-ray") in run_dirs()
+    finally:
+        observe.stop()
 
 
 CONTAINED = """
