@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ VARIABLE = "FABRIC_RAY_KERNEL_CACHE"
 #: What every kernel is compiled with.
 OPTIONS = ("--std=c++17",)
 _DIGEST = 32
+_log = logging.getLogger("fabric_ray.kernels")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Cache:
     version. It appears whole, by a rename, and begins with the hash of the rest: one that a crash
     or a full disk has cut short is compiled again.
 
+    Where the user's cache can't be written (no home, a read-only root, a full disk), machine code
+    is kept in memory, and a warning says so once. A folder that was named must be writable.
+
     Args:
         folder: the default is ``FABRIC_RAY_KERNEL_CACHE``, or ``fabric-ray/kernels`` in the user's
             cache.
@@ -46,8 +51,11 @@ class Cache:
     """
 
     def __init__(self, folder: Path | None = None, compiler: Nvrtc | None = None) -> None:
-        self.folder = folder or _folder()
+        named = os.environ.get(VARIABLE)
+        self._named = folder is not None or bool(named)
+        self.folder = folder or (Path(named) if named else _user_folder())
         self._compiler = compiler
+        self._in_memory: dict[str, bytes] = {}
 
     @property
     def compiler(self) -> Nvrtc:
@@ -65,23 +73,39 @@ class Cache:
 
         Raises:
             CompileError: it doesn't compile, or there is no compiler.
-            ResourceError: the cache can't be written.
+            ResourceError: a folder was named that can't be written.
         """
         every = (*OPTIONS, *options)
-        path = self.folder / f"{self.key(source, architecture, every)}.cubin"
-        code = _read(path)
+        key = self.key(source, architecture, every)
+        code = self._in_memory.get(key)
+        if code is None and self.folder is not None:
+            code = _read(self.folder / f"{key}.cubin")
         if code is not None:
             return Compiled(source.name, architecture, code, cached=True)
         code = self.compiler.compile(source, architecture, every)
-        try:
-            _write(path, code)
-        except OSError as error:
-            raise ResourceError(
-                f"compiled kernels can't be kept in {self.folder}: {error}; "
-                f"name a folder that can be written with {VARIABLE}",
-                call="write",
-            ) from error
+        self._keep(key, code)
         return Compiled(source.name, architecture, code, cached=False)
+
+    def _keep(self, key: str, code: bytes) -> None:
+        cause: OSError | str = "this user has no home directory"
+        if self.folder is not None:
+            try:
+                return _write(self.folder / f"{key}.cubin", code)
+            except OSError as error:
+                cause = error
+        where = f" in {self.folder}" if self.folder else ""
+        advice = f"name a folder that can be written with {VARIABLE}"
+        if self._named:
+            text = f"compiled kernels can't be kept{where}: {cause}; {advice}"
+            raise ResourceError(text, call="write")
+        if not self._in_memory:
+            _log.warning(
+                "compiled kernels can't be kept%s: %s; every process compiles them again: %s",
+                where,
+                cause,
+                advice,
+            )
+        self._in_memory[key] = code
 
     def key(self, source: Source, architecture: str, options: Sequence[str]) -> str:
         """The name of an entry."""
@@ -95,11 +119,12 @@ class Cache:
         return whole.hexdigest()
 
 
-def _folder() -> Path:
-    if named := os.environ.get(VARIABLE):
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "fabric-ray" / "kernels"
+def _user_folder() -> Path | None:
+    home = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "fabric-ray" / "kernels"
+    except RuntimeError:  # no HOME, and a user id without an entry in the password file
+        return None
 
 
 def _read(path: Path) -> bytes | None:

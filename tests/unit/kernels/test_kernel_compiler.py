@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -216,6 +217,47 @@ def test_a_cache_that_can_not_be_written_is_named(compiler: Nvrtc, tmp_path: Pat
     taken.write_text("")
     with pytest.raises(ResourceError, match="FABRIC_RAY_KERNEL_CACHE"):
         Cache(taken / "below", compiler).get(SMALL, "sm_80")
+
+
+HOMELESS = """
+import logging
+from fabric_ray.kernels import Cache, Nvrtc
+from fabric_ray.kernels.sources import Source
+
+small = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\\n', ())
+heard = []
+handler = logging.Handler()
+handler.emit = lambda record: heard.append(record.getMessage())
+logging.getLogger("fabric_ray.kernels").addHandler(handler)
+cache = Cache()
+first, second = (cache.get(small, "sm_80") for _ in range(2))
+assert (first.cached, second.cached) == (False, True)
+assert first.code == second.code
+assert not cache.get(small, "sm_90").cached
+(warning,) = heard
+print(warning)
+"""
+
+
+@pytest.mark.parametrize("home", ["can't be written", "none"])
+def test_without_a_home_kernels_are_kept_in_memory(
+    compiler: Nvrtc, tmp_path: Path, home: str
+) -> None:
+    unset = (cache_module.VARIABLE, "XDG_CACHE_HOME", "HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-c", HOMELESS]
+    if home == "none":
+        # A user id that the password file doesn't have, as containers are given.
+        stranger = ["unshare", "--user", "--map-user=12345"]
+        if subprocess.run([*stranger, "true"], capture_output=True).returncode != 0:
+            pytest.skip("this user may not make user namespaces")
+        command = [*stranger, *command]
+    else:
+        (tmp_path / "file").write_text("")
+        environment["HOME"] = str(tmp_path / "file")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert cache_module.VARIABLE in done.stdout
 
 
 def test_the_cache_lies_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
