@@ -39,7 +39,8 @@ def _read() -> bytes:
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip().encode()
     if token:
         return token
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    # Not Path.home(), which raises where a user has none: then this names a file that isn't there.
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token"))
     try:
         token = path.read_bytes().strip()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,3 +79,25 @@ def test_outside_a_cluster_there_is_no_token_of_it() -> None:
     ask = "from fabric_ray.runtime import cluster_token; cluster_token()"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     assert "call ray.init() first" in done.stderr
+
+
+HOMELESS = """
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.runtime import ray_token
+try:
+    ray_token()
+except InvalidArgument as error:
+    print(error)
+"""
+
+
+def test_a_user_without_a_home_is_told_what_to_set(ray_says: Set) -> None:
+    stranger = ["unshare", "--user", "--map-user=12345"]
+    if subprocess.run([*stranger, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not make user namespaces")
+    ray_says(AUTH_MODE="token")
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    command = [*stranger, sys.executable, "-c", HOMELESS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "set RAY_AUTH_TOKEN" in done.stdout
