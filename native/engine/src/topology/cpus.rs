@@ -24,11 +24,11 @@ pub fn cpus_near_within(topology: &Topology, nics: &[String], allowed: &[usize])
             node = Some(*candidate);
         }
     }
-    let chosen = match node {
-        Some(id) => topology.nodes.iter().find(|n| n.id == id).map(|n| &n.cpus),
-        // A guest may know a device's CPUs but not its node.
-        None => found.first().map(|n| &n.cpus),
-    };
+    let listed = topology.nodes.iter().find(|n| Some(n.id) == node && !n.cpus.is_empty());
+    // A guest may know a device's CPUs but not its node, and a container the number of a node that
+    // its sysfs doesn't list.
+    let own = || found.iter().find(|n| n.numa == node).map(|n| &n.cpus);
+    let chosen = listed.map(|n| &n.cpus).or_else(own);
     let allowed: BTreeSet<usize> = allowed.iter().copied().collect();
     chosen.into_iter().flatten().copied().filter(|cpu| allowed.contains(cpu)).collect()
 }

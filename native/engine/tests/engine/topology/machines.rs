@@ -233,3 +233,19 @@ fn rails_of_two_nodes_are_driven_from_the_first_ones() {
     assert_eq!(near(&["mlx5_11", "mlx5_0", "mlx5_3"])[0], 0, "else most rails win");
     assert_eq!(cpus_near_within(&dgx, &all_nics(&dgx), &[500]), [] as [usize; 0]);
 }
+
+#[test]
+fn rails_of_a_node_that_is_not_listed_are_driven_from_their_own_cpus() {
+    let mut dgx = machine("dgx-h100");
+    let nics = ["mlx5_9".to_owned(), "mlx5_10".to_owned()];
+    let all: Vec<usize> = (0..224).collect();
+    let near = cpus_near_within(&dgx, &nics, &all);
+    assert_eq!(near.len(), 112);
+    dgx.nodes.retain(|node| node.id == 0);
+    assert_eq!(cpus_near_within(&dgx, &nics, &all), near);
+    assert_eq!(cpus_near_within(&dgx, &nics, &near[..4]), near[..4]);
+    // The GPUs of that node still have the NICs on their switches.
+    let pairing = paired(&dgx, "");
+    assert_eq!(shown(&pairing.gpus)[5], "gpu5: mlx5_9 (PXB)");
+    assert_eq!(shown(&pairing.hosts), ["host0: mlx5_0 mlx5_3 mlx5_4 mlx5_5 (NODE)"]);
+}
