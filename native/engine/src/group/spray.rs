@@ -102,7 +102,7 @@ impl Gauge {
 
     /// The predicted time for `bytes`, after what is under way.
     pub fn expects(&self, now: Time, bytes: u64) -> Duration {
-        let speed = self.estimate.speed(now, self.queued);
+        let speed = self.estimate.speed(now, self.queued, bytes);
         Duration::from_nanos(speed.takes(bytes + self.queued) as u64)
     }
 
@@ -118,7 +118,7 @@ impl Gauge {
 
     /// Whether its work is overdue.
     fn is_late(&self, now: Time) -> bool {
-        let expected = self.estimate.speed(now, 1).takes(self.queued);
+        let expected = self.estimate.speed(now, self.queued, 0).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
         let limit = stall::stall_timeout(expected).max(self.slowest * SLOWEST);
         self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > limit
@@ -135,7 +135,7 @@ pub(super) fn views(
 ) -> SmallVec<[RailView; MAX_LINKS]> {
     let view = |(link, full): (&ActiveLink, &bool)| RailView {
         queued: link.gauge.queued,
-        speed: link.gauge.estimate.speed(now, link.gauge.queued),
+        speed: link.gauge.estimate.speed(now, link.gauge.queued, length),
         tier: ledger.tier(link.pair.rail),
         room: !full && link.gauge.has_room(length),
     };

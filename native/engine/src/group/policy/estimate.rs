@@ -48,6 +48,8 @@ pub struct Estimate {
     /// Completions seen together at `last`, not yet a sample.
     open: Sample,
     last: Time,
+    /// When it last finished a slice that is large enough to tell its bandwidth.
+    measured: Time,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -90,6 +92,7 @@ impl Estimate {
             tried: false,
             open: Sample::default(),
             last: Time(0),
+            measured: Time(0),
         }
     }
 
@@ -105,7 +108,7 @@ impl Estimate {
             let arrived = posted.after(Duration::from_nanos(self.latency as u64));
             let start = arrived.max(self.last).min(now);
             let took = now.since(if queued == 0 { posted } else { start });
-            let stale = queued == 0 && self.freshness(posted) < 1.0;
+            let stale = queued < SMALLEST && freshness(posted, self.measured) < 1.0;
             let took = took.as_nanos() as f64;
             self.open = Sample { slices: 0, bytes: 0.0, took, alone: queued == 0, stale };
             self.last = now;
@@ -116,6 +119,9 @@ impl Estimate {
         // Completions arrive in bunches: only whole bunches give a speed.
         self.open.bytes += bytes as f64;
         self.open.slices = (self.open.slices + 1).min(MAX_SLICES);
+        if bytes >= SMALLEST {
+            self.measured = now;
+        }
         let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
         if beyond < self.latency {
             self.latency = (self.latency + beyond.max(0.0)) / 2.0;
@@ -193,16 +199,21 @@ impl Estimate {
         OFF * f64::from(1u32 << doublings)
     }
 
-    /// Expected speed of the rail with this many bytes in flight.
+    /// Expected speed of the rail for a slice of `length`, with `queued` bytes in flight.
     ///
     /// A rail that is avoided because it was slow gives no samples, so its recovery would go
     /// unseen. Therefore the estimate of an idle rail drifts to the nominal speed. The next slice
-    /// on it then gives a sample.
-    pub fn speed(&self, now: Time, queued: u64) -> Speed {
+    /// on it then gives a sample. Small slices tell a rail's latency and not its bandwidth: for
+    /// large ones it drifts although small ones go over it.
+    pub fn speed(&self, now: Time, queued: u64, length: u64) -> Speed {
         let mut seen = *self;
         seen.fold();
-        let known = if queued == 0 { self.freshness(now) } else { 1.0 };
-        let per_byte = seen.nominal + (seen.per_byte - seen.nominal) * known;
+        let known = if queued == 0 { freshness(now, self.last) } else { 1.0 };
+        let measured = match queued < SMALLEST && length >= SMALLEST {
+            true => freshness(now, self.measured),
+            false => known,
+        };
+        let per_byte = seen.nominal + (seen.per_byte - seen.nominal) * measured;
         Speed { bytes_per_ns: 1.0 / per_byte, latency_ns: seen.latency * known }
     }
 
@@ -213,13 +224,13 @@ impl Estimate {
             false => 0,
         }
     }
+}
 
-    /// 1 while the estimate is fresh, towards 0 as it ages.
-    fn freshness(&self, now: Time) -> f64 {
-        match now.since(self.last).checked_sub(STALE) {
-            None => 1.0,
-            Some(over) => (-(over.as_secs_f64() / HALF.as_secs_f64())).exp2(),
-        }
+/// 1 while an estimate is fresh whose last sample was seen then, towards 0 as it ages.
+fn freshness(now: Time, last: Time) -> f64 {
+    match now.since(last).checked_sub(STALE) {
+        None => 1.0,
+        Some(over) => (-(over.as_secs_f64() / HALF.as_secs_f64())).exp2(),
     }
 }
 
@@ -259,7 +270,7 @@ mod tests {
 
     fn off(e: &Estimate, rail: &Rail) -> f64 {
         let expected = rail.latency as f64 + SLICE as f64 * rail.per_byte;
-        e.speed(Time(rail.now), 1).takes(SLICE) / expected
+        e.speed(Time(rail.now), SLICE, SLICE).takes(SLICE) / expected
     }
 
     #[test]
@@ -288,12 +299,12 @@ mod tests {
             let now = (1 << 20) + 5_000 * i;
             e.completed(Time(now), Time(now - 5_000), 8, i % 4 * 8);
         }
-        assert!(e.speed(Time(1 << 21), 1).bytes_per_ns > 40.0, "{e:?}");
+        assert!(e.speed(Time(1 << 21), SLICE, SLICE).bytes_per_ns > 40.0, "{e:?}");
         let mut rail = Rail { now: 1 << 40, latency: 5_000, per_byte: 8.0 };
         rail.carry(&mut e, 40, true);
         let later = Time(rail.now + 1_000_000_000);
         e.completed(later, Time(later.0 - 3_000), 4096, 0);
-        assert!(e.speed(later.after(STALE / 2), 1).bytes_per_ns < 0.2, "{e:?}");
+        assert!(e.speed(later.after(STALE / 2), SLICE, SLICE).bytes_per_ns < 0.2, "{e:?}");
     }
 
     #[test]
@@ -303,7 +314,7 @@ mod tests {
         rail.carry(&mut e, 40, false);
         assert!((0.9..1.1).contains(&off(&e, &rail)), "{}", off(&e, &rail));
         rail.carry(&mut e, 60, true);
-        let speed = e.speed(Time(rail.now), 1);
+        let speed = e.speed(Time(rail.now), SLICE, SLICE);
         assert!((45.0..55.0).contains(&speed.bytes_per_ns), "{speed:?}");
     }
 
@@ -314,11 +325,11 @@ mod tests {
                 let mut e = Estimate::new(50.0);
                 let mut rail = Rail { now: 1 << 20, latency: 0, per_byte: 0.02 };
                 rail.carry(&mut e, 50, true);
-                let before = e.speed(Time(rail.now), 1).bytes_per_ns;
+                let before = e.speed(Time(rail.now), SLICE, SLICE).bytes_per_ns;
                 let posted = Time(rail.now);
                 rail.now += took;
                 e.completed(Time(rail.now), posted, SLICE, queued);
-                let after = e.speed(Time(rail.now), 1).bytes_per_ns;
+                let after = e.speed(Time(rail.now), SLICE, SLICE).bytes_per_ns;
                 assert!((0.94..1.06).contains(&(after / before)), "{i}: {before} {after}");
             }
         }
@@ -334,7 +345,7 @@ mod tests {
                 e.completed(now, Time(now.0.saturating_sub(16 * service)), SLICE, SLICE);
             }
         }
-        let speed = e.speed(Time(50 * 8 * service), 1);
+        let speed = e.speed(Time(50 * 8 * service), SLICE, SLICE);
         assert!((45.0..55.0).contains(&speed.bytes_per_ns), "{speed:?}");
     }
 
@@ -343,19 +354,46 @@ mod tests {
         let mut e = Estimate::new(50.0);
         let mut rail = Rail { now: 0, latency: 0, per_byte: 2.0 };
         rail.carry(&mut e, 60, true);
-        let slow = e.speed(Time(rail.now), 0).bytes_per_ns;
+        let slow = e.speed(Time(rail.now), 0, SLICE).bytes_per_ns;
         assert!(slow < 0.6, "{slow}");
         let later = Time(rail.now).after(Duration::from_millis(600));
-        assert!(e.speed(later, 0).bytes_per_ns > 40.0, "idle, so tried again");
-        assert!(e.speed(later, 1).bytes_per_ns < 0.6, "but by one slice only");
+        assert!(e.speed(later, 0, SLICE).bytes_per_ns > 40.0, "idle, so tried again");
+        assert!(e.speed(later, SLICE, SLICE).bytes_per_ns < 0.6, "but by one slice only");
 
         // Still slow: known at once. Recovered: known at once too.
         for (per_byte, range) in [(2.0, 0.4..0.6), (0.02, 40.0..60.0)] {
             let mut e = e;
             let mut rail = Rail { now: later.0, latency: 0, per_byte };
             rail.carry(&mut e, 2, false);
-            let speed = e.speed(Time(rail.now), 1).bytes_per_ns;
+            let speed = e.speed(Time(rail.now), SLICE, SLICE).bytes_per_ns;
             assert!(range.contains(&speed), "{speed}");
+        }
+    }
+
+    #[test]
+    fn a_slow_rail_is_tried_again_although_small_slices_go_over_it() {
+        for (small, queued) in [(8, 0), (8, 8), (4096, 0), (4096, 4096), (SMALLEST - 1, 0)] {
+            let mut e = Estimate::new(50.0);
+            let mut rail = Rail { now: 0, latency: 0, per_byte: 20.0 };
+            rail.carry(&mut e, 60, true);
+            assert!(e.speed(Time(rail.now), queued, SLICE).bytes_per_ns < 0.06);
+            for _ in 0..120 {
+                rail.now += 10_000_000;
+                e.completed(Time(rail.now), Time(rail.now - 5_000), small, queued);
+            }
+            let now = Time(rail.now + 1_000_000);
+            let speed = e.speed(now, queued, SLICE).bytes_per_ns;
+            assert!(speed > 40.0, "{small}, {queued}: {speed}");
+            let busy = e.speed(now, SLICE, SLICE).bytes_per_ns;
+            assert!(busy < 20.0, "{small}, {queued}: {busy}, but by one slice only");
+            // Found slow, or not, with this slice.
+            for (per_byte, range) in [(20.0, 0.03..20.0), (0.02, 40.0..60.0)] {
+                let (mut e, took) = (e, (SLICE as f64 * per_byte) as u64);
+                e.completed(now.after(Duration::from_nanos(took)), now, SLICE, queued);
+                let speed = e.speed(now.after(Duration::from_nanos(took)), SLICE, SLICE);
+                let speed = speed.bytes_per_ns;
+                assert!(range.contains(&speed), "{small}, {queued}, {per_byte}: {speed}");
+            }
         }
     }
 
@@ -373,7 +411,7 @@ mod tests {
                         e.completed(Time(now), posted, SLICE, queued + i * SLICE);
                     }
                 }
-                let off = e.speed(Time(now), 1).bytes_per_ns * per_byte;
+                let off = e.speed(Time(now), SLICE, SLICE).bytes_per_ns * per_byte;
                 assert!((0.7..1.4).contains(&off), "{pause}, {per_byte}: {off}");
             }
         }
@@ -388,7 +426,7 @@ mod tests {
             e.completed(Time(9), Time::NEVER, 1, u64::MAX);
             e.completed(Time(4), Time(9), 1, 1);
             e.completed(Time::NEVER, Time(0), u64::MAX, 0);
-            let takes = e.speed(Time(3), 0).takes(1 << 20);
+            let takes = e.speed(Time(3), 0, SLICE).takes(1 << 20);
             assert!(takes >= 0.0 && takes.is_finite(), "{takes}");
         }
     }
