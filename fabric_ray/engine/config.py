@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import reprlib
+import socket
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,6 +34,11 @@ _OTHER_VARIABLES = tuple(
 _MISSPELT_FROM = 0.75
 
 
+def _default_name() -> str:
+    # Each container has a process 1: by its id alone, all would be one series in a dashboard.
+    return f"engine-{socket.gethostname()[:64]}-{os.getpid()}"
+
+
 class _NoToken:
     """In place of a token that is neither text nor bytes."""
 
@@ -50,8 +56,8 @@ class EngineConfig(BaseModel):
     # What a field was given may be a token under a name that there isn't.
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    name: str = Field(default_factory=lambda: f"engine-{os.getpid()}", max_length=128)
-    """For people and logs; two engines may share one."""
+    name: str = Field(default_factory=_default_name, max_length=128)
+    """For people, logs and labels of metrics; two engines may share one."""
 
     transport: Literal["auto"] | tuple[TransportName, ...] = "auto"
     """Allowed transports, the preferred first (one name, or several with commas between).

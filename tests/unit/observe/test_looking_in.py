@@ -188,23 +188,24 @@ def test_a_process_without_a_runtime_directory_is_found_from_a_login_with_one(
 
 
 CONTAINED = """
-import os, sys
+import os, socket, sys
+socket.sethostname(sys.argv[1])
 from fabric_ray import TransferEngine, observe
 with TransferEngine():
     observe.serve()
     print(os.getpid(), flush=True)
     sys.stdin.read()
 """
-ALONE = ("unshare", "--pid", "--fork", "--mount-proc")
+ALONE = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
 
 
 def test_processes_of_one_number_in_two_containers_are_both_shown(runs_in: Path) -> None:
     if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user may not make PID namespaces")
-    command = [*ALONE, sys.executable, "-c", CONTAINED]
     pipe = subprocess.PIPE
     with ExitStack() as ends:
-        for _ in range(2):
+        for host in ("one", "other"):
+            command = [*ALONE, sys.executable, "-c", CONTAINED, host]
             process = ends.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe))
             assert process.stdin
             assert process.stdout
@@ -212,7 +213,9 @@ def test_processes_of_one_number_in_two_containers_are_both_shown(runs_in: Path)
             assert process.stdout.readline() == b"1\n"
         shown = [ask_metrics(path) for path in sockets()]
         assert [process.pid for process in shown] == [1, 1]
-        assert len({engine.id for process in shown for engine in process.engines}) == 2
+        assert {process.host for process in shown} == {"one", "other"}
+        names = {engine.name for process in shown for engine in process.engines}
+        assert names == {"engine-one-1", "engine-other-1"}
     assert sockets() == []
 
 
