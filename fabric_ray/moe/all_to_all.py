@@ -96,7 +96,7 @@ class AllToAll(RankExchange):
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
         limits["token_width"] = hidden if token_width is None else token_width
-        tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
+        tokens.check_sizes(parts, dtype, answer_dtype, **limits, max_tokens=max_tokens)
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} is out of range [0, {ranks})")
         if private_rows < 0:

@@ -127,6 +127,7 @@ class ThroughputAllToAll(RankExchange):
         rings = {"channels": channels, "chunk": chunk, "ring_chunks": ring_chunks}
         tokens.check_sizes(
             parts,
+            dtype,
             answer_dtype,
             **sizes,
             **rings,

@@ -117,12 +117,17 @@ class RankLoss:
     cause: str
 
 
-def check_sizes(parts: Sequence[RowPart], answer_dtype: torch.dtype, **sizes: int) -> None:
+def check_sizes(
+    parts: Sequence[RowPart], dtype: torch.dtype, answer_dtype: torch.dtype, **sizes: int
+) -> None:
     """Checks that an exchange can carry such tokens and answers, and that each size is at least 1.
 
     Raises:
-        InvalidArgument: a part, the dtype or a size is invalid.
+        InvalidArgument: a part, a dtype or a size is invalid.
     """
+    for each in (dtype, answer_dtype, *(part.dtype for part in parts)):
+        if not isinstance(each, torch.dtype):
+            raise InvalidArgument(f"{each!r} is no dtype; give one of torch's: torch.bfloat16")
     if answer_dtype not in SUMS:
         raise InvalidArgument(f"answers of {answer_dtype} can't be summed; use one of {[*SUMS]}")
     names = [p.name for p in parts]

@@ -27,7 +27,8 @@ impl ImmArg {
             return fe::api::Imm::plain(n).map(Self::Plain).or_raise(value.py());
         }
         Err(PyTypeError::new_err(
-            "imm must be a CounterRef of the receiver or a non-negative integer below 2^19",
+            "imm must be the `ref` of a counter of the receiver (counter.ref) or a non-negative \
+             integer below 2^19",
         ))
     }
 
