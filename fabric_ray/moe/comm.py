@@ -22,8 +22,9 @@ _GOOD, _BAD = b"+", b"-"
 _OPTIONS = struct.Struct("<d?")
 _GATHERED = struct.Struct("<HI")
 _GATHERED_NBYTES = 512
-_DESCRIPTOR_ROWS = 16
-"""A descriptor has 1 KB, and some hundred bytes more for each NIC."""
+_GATHERED_ROOM = _GATHERED_NBYTES - _GATHERED.size
+_GATHERED_ROWS = 16
+"""Rows of one dispatch, at most."""
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
@@ -203,6 +204,8 @@ class Exchanges:
         # Of the three above: a watchdog masks ranks while others call; not held in their calls.
         self._lock = threading.Lock()
         self._closed = False
+        self._longest = 0
+        """Bytes of the longest descriptor that the group has gathered; the same on all ranks."""
         self.gather: Gather | None = None
         """Gathers without the group, which no lost rank answers."""
 
@@ -241,10 +244,19 @@ class Exchanges:
         except FabricError as error:
             descriptor = error
         # No group has an answer from a rank that is gone.
+        by_exchange = self.gather if self.shrink or self.masked else None
         gather: Callable[[bytes], Sequence[bytes | None]] = self.comm.all_gather
-        if self.gather is not None and (self.shrink or self.masked):
-            gather = partial(self.gather, rows=_DESCRIPTOR_ROWS)
-        descriptors = agree(gather, descriptor)
+        gather_long = gather
+        if by_exchange is not None:
+            rows = self._descriptor_rows()
+            gather, gather_long = by_exchange, partial(by_exchange, rows=rows)
+            most = rows * _GATHERED_ROOM - len(_GOOD)
+            if not isinstance(descriptor, FabricError) and len(descriptor) > most:
+                cause = f"descriptor: got {len(descriptor)} bytes, expected at most {most}"
+                descriptor = InvalidArgument(f"{cause}; make the buffer anew")
+        descriptors = agree(gather_long, descriptor)
+        if by_exchange is None:
+            self._longest = max(self._longest, *(len(one) for one in descriptors if one))
         connected: bytes | FabricError = b""
         try:
             for rank, one in enumerate(descriptors):
@@ -258,6 +270,11 @@ class Exchanges:
         with self._lock:
             self._made.append(made)
         return made
+
+    def _descriptor_rows(self) -> int:
+        """Rows of :class:`Gather` for a descriptor: its length grows with the ranks and their NICs.
+        Numbers in it take more bytes for some shapes than for others."""
+        return -(-(self._longest * 5 // 4 + _GATHERED_NBYTES) // _GATHERED_ROOM)
 
     def _check_options(self, rank: int, descriptor: bytes) -> None:
         """A rank that waits longer than another is given up while it waits itself."""
@@ -422,8 +439,7 @@ class Gather:
     """An all-gather of values over an exchange, where a rank that stalls or dies is named after the
     timeout, as in all calls of the face.
 
-    Each rank sends one row to every rank, and more while a value goes on. All ranks make it
-    together.
+    Each rank sends a row to every rank, or several for a long value. All ranks make it together.
     """
 
     def __init__(self, exchanges: Exchanges) -> None:
@@ -433,7 +449,7 @@ class Gather:
             experts=self._ranks,
             topk=self._ranks,
             hidden=_GATHERED_NBYTES,
-            max_tokens=1,
+            max_tokens=_GATHERED_ROWS,
             dtype=torch.uint8,
             private_rows=1,
         )
@@ -449,32 +465,33 @@ class Gather:
         Raises:
             PeerLost: a rank was lost, and ranks don't go on without it.
         """
-        room = _GATHERED_NBYTES - _GATHERED.size
-        value = value[: rows * room]
+        value = value[: rows * _GATHERED_ROOM]
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        head = _GATHERED.pack(self._rank + 1, len(value))
+        sent = torch.zeros(rows, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
+        for row, into in enumerate(sent):
+            part = head + value[row * _GATHERED_ROOM :][:_GATHERED_ROOM]
+            into[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         whole: dict[int, bytes] = {}
-        for row in range(rows):
-            came = self._row(len(value), value[row * room :][:room])
+        lengths: dict[int, int] = {}
+        for some in sent.split(_GATHERED_ROWS):
+            came: dict[int, bytes] = {}
+            for one in self._dispatched(some):
+                rank, length = _GATHERED.unpack_from(one)
+                if 0 < rank <= self._ranks:
+                    came[rank - 1] = came.get(rank - 1, b"") + one[_GATHERED.size :]
+                    lengths[rank - 1] = length
             # A rank that is lost on the way said nothing.
-            whole = {rank: whole.get(rank, b"") + part for rank, (_, part) in came.items()}
-            lengths = {rank: length for rank, (length, _) in came.items()}
+            whole = {rank: whole.get(rank, b"") + part for rank, part in came.items()}
         return [
             whole[rank][: lengths[rank]] if rank in whole else None for rank in range(self._ranks)
         ]
 
-    def _row(self, length: int, part: bytes) -> dict[int, tuple[int, bytes]]:
-        """By rank: the length of its value, and a row of it."""
+    def _dispatched(self, rows: torch.Tensor) -> list[bytes]:
+        """Rows of all ranks."""
         self._exchanges.check_whole()
         self._exchanges.follow(self._exchange)
-        # From 1, for rows of a rank that is lost on the way come as zeros.
-        row = _GATHERED.pack(self._rank + 1, length) + part
-        sent = torch.zeros(1, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
-        sent[0, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        self._exchange.dispatch_send(sent, self._all)
+        self._exchange.dispatch_send(rows, self._all.expand(len(rows), -1))
         received = self._exchange.dispatch_recv()
         self._exchanges.check_whole()
-        found: dict[int, tuple[int, bytes]] = {}
-        for one in received.x.numpy():
-            rank, length = _GATHERED.unpack_from(one)
-            if 0 < rank <= self._ranks:
-                found[rank - 1] = length, one.tobytes()[_GATHERED.size :]
-        return found
+        return [one.tobytes() for one in received.x.numpy()]

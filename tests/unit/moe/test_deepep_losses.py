@@ -338,6 +338,26 @@ def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
     with_a_death(work)
 
 
+def test_a_buffer_of_many_ranks_that_shrinks_makes_its_exchanges() -> None:
+    """A rank's descriptor has a part for each other rank: that of 16 ranks is longer than 8 KB."""
+    ranks = 16
+
+    def work(comm: ThreadComm) -> None:
+        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
+            buffer = Buffer(
+                None, low_latency_mode=True, enable_shrink=True, timeout=60.0, comm=comm,
+                engine=engine, ranks_per_node=ranks,
+            )  # fmt: skip
+            x = torch.full((1, 128), float(comm.rank()), dtype=torch.bfloat16)
+            idx = torch.tensor([[(comm.rank() + 1) % ranks]])
+            y, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 1, ranks, use_fp8=False)
+            sums, _, _ = buffer.low_latency_combine(y, idx, torch.ones(1, 1), handle)
+            assert torch.equal(sums, x)
+            buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
 @pytest.mark.parametrize("options", [{"timeout": 5.0}, {"enable_shrink": True}], ids=str)
 @on_all_ranks(2)
 def test_ranks_that_differ_in_what_a_stall_does_are_refused(
