@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabric_ray.errors import NotQuiesced
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.tokens import Dispatched, RowPart
 
@@ -39,6 +40,8 @@ class RankExchange:
         self._rank = rank
         self._answers = answer_dtype
         self._tokens = self._rows = 0
+        self._begun: tuple[Any, dict[str, Tensor]] | None = None
+        """Tensors that a receive took rows into before it failed, and their placement."""
         self._home = torch.device(device or "cpu")
         if self._home.type == "cuda" and self._home.index is None:
             self._home = torch.device("cuda", torch.cuda.current_device())
@@ -99,6 +102,8 @@ class RankExchange:
             InvalidArgument: there are too few rows of room, or dispatch_recv is not next.
             PeerLost: through a ``ThroughputAllToAll``, a rank was lost; or others go on without
                 this one.
+            NotQuiesced: through an ``AllToAll``, a lost rank may still write where further rows
+                would come; call it again, with the same arguments.
         """
         tokens.check_order(multiple, stride)
         if self._steps is not None:
@@ -106,8 +111,17 @@ class RankExchange:
             return found
         counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
         tensors, room = tokens.room(self._parts, total, x)
-        self._native.dispatch_recv(room)
-        self._rows = total
+        placement = (starts, total)
+        if self._begun is not None and self._begun[0] == placement:
+            for name, tensor in self._begun[1].items():
+                tensors[name][:total].copy_(tensor[:total])
+        try:
+            self._native.dispatch_recv(room)
+        except NotQuiesced:
+            # The rows that came do not come again (RS-1).
+            self._begun = placement, tensors
+            raise
+        self._begun, self._rows = None, total
         return Dispatched.on_host(tensors, total, counts, starts)
 
     def combine_send(self, y: Tensor) -> None:

@@ -283,6 +283,62 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
             assert a.left_out == new.left_out == ()
 
 
+def test_rs_1_rows_of_a_receive_that_failed_are_there_in_the_next_one(host: Host) -> None:
+    """Rows come in rounds. After the first ones, memory that a masked rank may store to is in the
+    way."""
+    stalls: list[Stalling] = []
+
+    def wrap(_: int, own: Host) -> Launcher:
+        stalls.append(Stalling(own, StepKind.PACK_ROWS))
+        return stalls[-1]
+
+    rounds = {"private_rows": 1, "shared_rows": 1}
+    with group(host, (DIRECT, PLAIN, PLAIN), wrap=wrap, timeout=LIMIT, **rounds) as ranks:
+        gone, (stalled, a, other) = range(EXPERTS // 3), ranks
+        sums: dict[int, Tensor] = {}
+
+        def exchange(rank: AllToAll) -> None:
+            with contextlib.suppress(errors.FabricError):
+                sums[rank.rank] = layer(rank, *given(rank.rank))
+
+        threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (stalled, other)]
+        threads[0].start()
+        assert stalls[0].stands.wait(LIMIT)
+        x, idx, w = given(1)
+        a.dispatch_send(x, idx)
+        # The shared row is offered to rank 0, and rank 2 waits for it.
+        threads[1].start()
+
+        def masked() -> None:
+            within(LIMIT, "rank 2 sends rows", lambda: a.wait_times[2] > 0)
+            a.set_timeout(0.5)
+            a.mask(0, "it stands still")
+
+        masking = threading.Thread(target=masked)
+        masking.start()
+        try:
+            with pytest.raises(errors.NotQuiesced):
+                a.dispatch_recv()
+        finally:
+            masking.join()
+            a.set_timeout(LIMIT)
+            other.mask(0, "it stands still")
+            stalls[0].go.set()
+        got = a.dispatch_recv()
+        y = torch.zeros(len(got.x), HIDDEN, dtype=torch.bfloat16)
+        for local, number in enumerate(a.local_experts):
+            y[got.of(local)] = expert(number, got.x[got.of(local)])
+        a.combine_send(y)
+        assert torch.equal(a.combine_recv(w), unsharded(x, idx, w, gone))
+        for rank in (1, 2):
+            with contextlib.suppress(errors.FabricError):
+                stalled.mask(rank, "it has masked this one")
+        for thread in threads:
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+        assert torch.equal(sums[2], unsharded(*given(2), gone))
+
+
 def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: Host) -> None:
     with stalled_in(host, StepKind.PACK_ROWS) as (engine, a, ends):
         engine.close()
