@@ -45,6 +45,8 @@ class Slot:
     handle: Handle | None = None
     pending: str | None = None
     """What the hook that was handed out last is for, until it is called."""
+    relied: frozenset[int] | None = None
+    """Ranks without which a handle's routes were made again, and that a device didn't check."""
 
     def serves(self, handle: Handle) -> bool:
         """Whether the routes of a handle lie ready here."""
@@ -82,6 +84,16 @@ class Received:
         return (self.x.permute(1, 2, 0) if self.x.dtype == torch.uint8 else self.x), self.scales
 
 
+@dataclass(frozen=True)
+class _Routes:
+    """A dispatch, as a handle stands for it."""
+
+    form: Form
+    indices: Tensor
+    gone: frozenset[int]
+    """Ranks that took no part in it."""
+
+
 Copies: TypeAlias = Callable[[Received], Hook]
 """Makes room for copies of a dispatch's results before anything is sent; the hook copies them when
 they are filled, on the stream that fills them."""
@@ -98,7 +110,7 @@ class LowLatency:
         self._slots: dict[Form, list[Slot]] = {}
         self._phase: dict[Form, int] = {}
         # By what tells a handle from others, for as long as the caller keeps that.
-        self._routes: MutableMapping[Tensor, tuple[Form, Tensor]] = WeakIdKeyDictionary()
+        self._routes: MutableMapping[Tensor, _Routes] = WeakIdKeyDictionary()
         self._answers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def dispatch(
@@ -116,7 +128,7 @@ class LowLatency:
         check_tokens(x, topk_idx, form)
         stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         slot = self._next(form)
-        self._join(slot)
+        gone = self._join(slot)
         parts, fp8 = slot.origin_of(len(x)), None
         if form.four_bits and global_scale is not None:
             x, parts["scales"] = cast.to_nvfp4(x, global_scale)
@@ -127,7 +139,7 @@ class LowLatency:
         copy = None if copies is None else copies(received)
         slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         slot.handle = received.handle
-        self._routes[received.handle[0]] = form, kept
+        self._routes[received.handle[0]] = _Routes(form, kept, gone)
         slot.pending = "low_latency_dispatch"
         self._phase[form] += 1
 
@@ -158,7 +170,8 @@ class LowLatency:
         waits: Tensor | None = None,
     ) -> tuple[Tensor, Hook]:
         """Sends the experts' answers; the hook receives."""
-        form, indices = self._routes_of(handle)
+        routes = self._routes_of(handle)
+        form, indices = routes.form, routes.indices
         slot = self._slot_of(handle)
         if slot is not None and slot.pending is not None:
             raise InvalidArgument(f"the hook of {slot.pending} wasn't called; call it first")
@@ -193,7 +206,7 @@ class LowLatency:
         if not self._asynchronous(form):
             kept = topk_idx >= 0
             weights, wanted = torch.where(kept, weights, 0.0), kept | (indices < 0)
-        slot = slot or self._again(handle, form, indices)
+        slot = slot or self._again(handle, routes)
         keep(indices)
         self._join(slot)
         slot.exchange.combine_send(x.flatten(0, 1))
@@ -210,41 +223,65 @@ class LowLatency:
 
         return combined, hook
 
-    def _again(self, handle: Handle, form: Form, indices: Tensor) -> Slot:
+    def _again(self, handle: Handle, routes: _Routes) -> Slot:
         """Makes the routes of a handle again, by a dispatch of zeros: it was combined already, or
-        others have taken its place."""
-        slot = self._next(form)
+        others have taken its place.
+
+        Raises:
+            PeerLost: a rank was lost since the handle's dispatch. All ranks raise it, also those
+                that have no rows of the lost one: none waits for answers of the others.
+        """
+        slot = self._next(routes.form)
         self._join(slot)
-        x, parts = _nothing(slot, len(indices))
-        slot.exchange.dispatch_send(x, indices, **parts)
-        slot.handle = handle
-        self._phase[form] += 1
+        x, parts = _nothing(slot, len(routes.indices))
+        slot.exchange.dispatch_send(x, routes.indices, **parts)
+        slot.handle = None
+        self._phase[routes.form] += 1
         again = _room(slot)
         _receive(slot, again)
         self._exchanges.check_whole()
+        # A device says later which ranks it lost on the way.
+        self._check_here_with(routes.gone)
+        slot.relied = routes.gone if slot.exchange.asynchronous else None
         if not slot.exchange.asynchronous and not torch.equal(again.handle[1], handle[1]):
-            slot.handle = None
             raise PeerLost(
                 "a rank was lost since the dispatch, and its rows are missing; dispatch again",
                 peer="",
             )
+        slot.handle = handle
         return slot
 
+    def _check_here_with(self, gone: frozenset[int]) -> None:
+        for rank, cause in self._exchanges.masked.items():
+            if rank not in gone:
+                raise PeerLost(
+                    f"rank {rank} was lost since the dispatch, and its rows are missing: {cause}; "
+                    "dispatch again",
+                    peer=f"rank {rank}",
+                )
+
     def check(self) -> None:
-        """As :meth:`AllToAll.check`, of all exchanges."""
+        """As :meth:`AllToAll.check`, of all exchanges.
+
+        Raises:
+            PeerLost: also if a handle has rows of a rank that was lost before its second combine.
+        """
         for slots in list(self._slots.values()):  # others may make more meanwhile
             for slot in slots:
                 slot.exchange.check()
+                relied, slot.relied = slot.relied, None
+                if relied is not None:
+                    self._check_here_with(relied)
         self._exchanges.check_whole()
 
-    def _join(self, slot: Slot) -> None:
-        """Ranks that another exchange lost take no part in this one either.
+    def _join(self, slot: Slot) -> frozenset[int]:
+        """Ranks that another exchange lost take no part in this one either; all that take none.
 
         Raises:
             PeerLost: one was lost, and this buffer doesn't go on without.
         """
         self._exchanges.check_whole()
-        self._exchanges.follow(slot.exchange)
+        return self._exchanges.follow(slot.exchange)
 
     def restart(self) -> None:
         """Lets go of all exchanges; handles are good still."""
@@ -253,7 +290,7 @@ class LowLatency:
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
-        form, _ = self._routes_of(handle)
+        form = self._routes_of(handle).form
         answers = self._answers.get(handle[0])
         if answers is None:
             answers = torch.zeros(self._shape(form), dtype=torch.bfloat16, device=form.device)
@@ -277,8 +314,8 @@ class LowLatency:
     def _asynchronous(self, form: Form) -> bool:
         return self._launcher is not None or form.device.type != "cpu"
 
-    def _routes_of(self, handle: Handle) -> tuple[Form, Tensor]:
-        """What a handle's dispatch was made for, and its indices.
+    def _routes_of(self, handle: Handle) -> _Routes:
+        """A handle's dispatch.
 
         Raises:
             InvalidArgument: it is no handle of this buffer.

@@ -338,6 +338,44 @@ def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
     with_a_death(work)
 
 
+def test_rs_1_all_ranks_refuse_a_low_latency_handle_once_one_of_them_has_lost_rows_of_it() -> None:
+    """The dead rank's tokens go to rank 0 alone."""
+
+    def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
+        buffer = Buffer(
+            None, low_latency_mode=True, enable_shrink=True, timeout=4.0, comm=comm, engine=engine,
+            ranks_per_node=RANKS,
+        )  # fmt: skip
+        x = torch.full((2, HIDDEN), comm.rank() + 1.0, dtype=torch.bfloat16)
+        idx, w = (
+            torch.tensor([[0, 1 if comm.rank() == DEAD else EXPERTS - 1]] * 2),
+            torch.ones(2, 2),
+        )
+
+        def dispatched() -> Any:
+            y, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+            return y, handle
+
+        def combined(y: torch.Tensor, handle: Any) -> None:
+            sums, _, _ = buffer.low_latency_combine(y, idx, w, handle)
+            assert torch.equal(sums, 2 * x)
+
+        given = dispatched()
+        combined(*given)
+        death()
+        if comm.rank() == DEAD:
+            return
+        with pytest.raises(errors.PeerLost, match=f"rank {DEAD} was lost since the dispatch"):
+            combined(*given)
+        for _ in range(2):
+            given = dispatched()
+            combined(*given)
+            combined(*given)
+        assert [*buffer.lost] == [DEAD]
+
+    with_a_death(work)
+
+
 def test_a_buffer_of_many_ranks_that_shrinks_makes_its_exchanges() -> None:
     """A rank's descriptor has a part for each other rank: that of 16 ranks is longer than 8 KB."""
     ranks = 16
