@@ -9,7 +9,7 @@ from fabric_ray import errors
 from fabric_ray.moe.comm import ranks_per_node
 from fabric_ray.moe.deepep import Buffer
 from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks, unsharded
-from tests.throughput_ranks import HIDDEN, hierarchical, throughput_rank
+from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
 
 
 @on_all_ranks(2)
@@ -37,6 +37,28 @@ def test_what_is_wrong_is_refused_before_anything_is_sent(comm: ThreadComm) -> N
     ):
         with pytest.raises(errors.InvalidArgument, match=word):
             call()
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_an_expert_that_a_token_names_twice_gets_one_row_for_both_weights(per_node: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        one = throughput_rank(
+            comm, ranks_per_node=per_node, experts=8, topk=3, max_tokens=16, parts=SOURCE
+        )
+        for turn in range(2):
+            x, idx, w = batch(turn * 4 + comm.rank(), 10, 8, 3, HIDDEN)
+            idx[::2, 2] = idx[::2, 0]
+            idx[1] = idx[1, 0]
+            sums = layer(one, x, idx, w)
+            nodes = comm.size() // per_node
+            assert torch.equal(
+                sums, hierarchical(x, idx, w, local=2, per_node=per_node, nodes=nodes)
+            )
+        here = torch.full((4, 3), 2 * comm.rank())
+        one.dispatch_send(x[:4], here, source=torch.zeros(4, 1, dtype=torch.int64))
+        assert one.dispatch_recv().counts.tolist() == [4, 0]
+
+    on_ranks(4, work)
 
 
 def test_deepeps_normal_calls_send_a_token_once_to_each_node() -> None:

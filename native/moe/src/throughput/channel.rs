@@ -113,7 +113,13 @@ impl Channel {
         let mut seen = vec![u32::MAX; ctx.grid.ranks as usize];
         for token in self.part.clone() {
             let experts = &indices[token as usize * topk..][..topk];
-            for expert in experts.iter().filter_map(|e| u32::try_from(*e).ok()) {
+            for (k, named) in experts.iter().enumerate() {
+                // An expert that a token names twice gets one row, whose answer counts for both.
+                let Some(expert) =
+                    u32::try_from(*named).ok().filter(|_| !experts[..k].contains(named))
+                else {
+                    continue;
+                };
                 let rank = ctx.spec.shape.rank_of(expert);
                 if !ctx.here[rank as usize] {
                     continue;

@@ -23,7 +23,8 @@ impl Received {
         self.terms.clear();
     }
 
-    /// Gives a token places among the rows of its experts here, behind `rows`; returns how many.
+    /// Gives a token places among the rows of its experts here, behind `rows`; returns how many. An
+    /// expert that it names twice has one row, and a term for each.
     ///
     /// # Errors
     /// The violation: tokens out of order, or more rows than announced.
@@ -43,12 +44,22 @@ impl Received {
         let local = spec.shape.local_experts();
         let first = ctx.grid.rank * local;
         let before = self.terms.len();
+        // The experts of the terms from `before` on.
+        let mut named: Vec<u32> = Vec::with_capacity(spec.shape.topk as usize);
+        let first_row = rows.len();
         for (expert, weight) in experts(spec, slot) {
             let Some(expert) = expert.checked_sub(first).filter(|e| *e < local) else { continue };
-            let place = arrivals.take(channel, source, expert).ok_or_else(|| {
-                format!("it sent more rows for expert {} than it announced", first + expert)
-            })?;
-            rows.push(place);
+            let place = match named.iter().position(|e| *e == expert) {
+                Some(earlier) => self.terms[before + earlier].0,
+                None => {
+                    let place = arrivals.take(channel, source, expert).ok_or_else(|| {
+                        format!("it sent more rows for expert {} than it announced", first + expert)
+                    })?;
+                    rows.push(place);
+                    place
+                }
+            };
+            named.push(expert);
             self.terms.push((place, weight));
         }
         if self.terms.len() == before {
@@ -56,7 +67,7 @@ impl Received {
         }
         self.tokens.push(token);
         self.ends.push(self.terms.len());
-        Ok((self.terms.len() - before) as u32)
+        Ok((rows.len() - first_row) as u32)
     }
 
     /// The terms of this rank's answer to a token: the answers of its experts times their weights,
