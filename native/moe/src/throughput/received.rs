@@ -14,6 +14,8 @@ pub struct Received {
     /// Of each of this rank's experts of a token, in the order in which the token names them: row
     /// and weight.
     terms: Vec<(u32, f32)>,
+    /// This rank's experts of the latest token, as its terms.
+    named: Vec<u32>,
 }
 
 impl Received {
@@ -44,12 +46,11 @@ impl Received {
         let local = spec.shape.local_experts();
         let first = ctx.grid.rank * local;
         let before = self.terms.len();
-        // The experts of the terms from `before` on.
-        let mut named: Vec<u32> = Vec::with_capacity(spec.shape.topk as usize);
+        self.named.clear();
         let first_row = rows.len();
         for (expert, weight) in experts(spec, slot) {
             let Some(expert) = expert.checked_sub(first).filter(|e| *e < local) else { continue };
-            let place = match named.iter().position(|e| *e == expert) {
+            let place = match self.named.iter().position(|e| *e == expert) {
                 Some(earlier) => self.terms[before + earlier].0,
                 None => {
                     let place = arrivals.take(channel, source, expert).ok_or_else(|| {
@@ -59,7 +60,7 @@ impl Received {
                     place
                 }
             };
-            named.push(expert);
+            self.named.push(expert);
             self.terms.push((place, weight));
         }
         if self.terms.len() == before {
