@@ -205,13 +205,16 @@ class Decoder:
             timeout=timeout,
         )
         pull._number = number
-        with self._lock:
-            early = self._early.pop(number, [])
-            if not any(event == "released" for event, _, _ in early):
-                self._pulls[number] = pull
-        for event in early:
-            pull._on_event(*event)
-        return pull
+        while True:
+            with self._lock:
+                early = self._early.pop(number, [])
+                if not early:
+                    # Only now: the callback thread would overtake an event that is reported here.
+                    if not pull.is_released:
+                        self._pulls[number] = pull
+                    return pull
+            for event in early:
+                pull._on_event(*event)
 
     @property
     def open(self) -> int:

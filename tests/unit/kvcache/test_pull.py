@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,12 +19,15 @@ from fabric_ray.kvcache import (
     CacheLayout,
     CacheTensor,
     Decoder,
+    Job,
     Place,
     Prefiller,
+    Pull,
     RankCache,
     Terms,
     errors,
 )
+from fabric_ray.kvcache.errors import KvCause, KvEvent
 from tests.processes import within
 
 LAYERS, HEADS, WIDTH, TAIL = 2, 4, 8, 32
@@ -250,3 +254,43 @@ def test_leases_are_renewed_by_one_heartbeat_and_by_open_sessions_only(stack: Ex
         decoder.renew(to, [2**64])
     time.sleep(4 * PATIENT.beat)
     assert 999 not in renewed
+
+
+def test_events_before_the_pull_returns_are_not_overtaken(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
+    to = decoder.connect(prefiller.offer())
+    first, jobs = decoder.pull(to, tokens=8, tables=[[0, 1]]), list[Job]()
+    within(20, "the request", lambda: bool(jobs.extend(prefiller.take()) or jobs))
+    jobs[0].fail("it opened the session")
+    first.wait_released(20)
+    native, told = decoder._native, list[str]()
+
+    class Cancelled:
+        """The native decoder, whose requests have failed before their numbers are known."""
+
+        def request(self, *args: Any, **kwargs: Any) -> int:
+            number: int = native.request(*args, **kwargs)
+            native.cancel(number)
+            within(20, "the failure", lambda: number in decoder._early)
+            return number
+
+    report = Pull._on_event
+
+    def paused(pull: Pull, event: KvEvent, cause: KvCause, text: str) -> None:
+        if event == "failed":
+            # Meanwhile the callback thread reports that the prefiller has confirmed.
+            within(20, "the release", lambda: pull.is_released or bool(decoder._early))
+        report(pull, event, cause, text)
+        told.append(event)
+
+    monkeypatch.setattr(Pull, "_on_event", paused)
+    monkeypatch.setattr(decoder, "_native", Cancelled())
+    pull = decoder.pull(to, tokens=8, tables=[[0, 1]])
+    monkeypatch.setattr(decoder, "_native", native)
+    pull.wait_released(20)
+    assert told == ["failed", "released"]
+    assert (decoder._early, decoder._pulls) == ({}, {})
