@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::error::{Result, Role};
-use crate::plan::{Copy, Plan};
+use crate::plan::{Copy, Link, Plan};
 
 /// A copy and the rank at its other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,17 +19,13 @@ impl Plan {
     /// source starts with another one, so that senders don't all write to the same receiver.
     pub fn for_source(&self, rank: u32) -> Result<impl Iterator<Item = Transfer<'_>>> {
         let src = self.dense(Role::Source, rank)?;
-        let (sources, targets) = (self.source.ranks.len(), self.target.ranks.len());
-        let start = src as usize * targets / sources;
-        let from = self.links.partition_point(|l| l.src < src);
-        let until = self.links.partition_point(|l| l.src <= src);
+        let (targets, start) = (self.target.ranks.len(), self.first_target(src));
         let mut order: Vec<(u32, u32, u32)> = Vec::new();
-        for link in &self.links[from..until] {
-            let turn = (link.dst as usize + targets - start) % targets;
+        for (turn, link) in self.links_of(src) {
             let program = self.programs[link.program as usize];
             order.extend(
                 (program.first..program.end)
-                    .map(|c| (self.columns.dst_container[c as usize], turn as u32, c)),
+                    .map(|c| (self.columns.dst_container[c as usize], turn, c)),
             );
         }
         order.sort_unstable();
@@ -39,12 +35,24 @@ impl Plan {
         }))
     }
 
+    /// The target (dense) that a source (dense) starts with.
+    fn first_target(&self, src: u32) -> usize {
+        src as usize * self.target.ranks.len() / self.source.ranks.len()
+    }
+
+    /// The links of a source (dense), each with the turn of its target.
+    fn links_of(&self, src: u32) -> impl Iterator<Item = (u32, Link)> + '_ {
+        let (targets, start) = (self.target.ranks.len(), self.first_target(src));
+        let from = self.links.partition_point(|l| l.src < src);
+        let until = self.links.partition_point(|l| l.src <= src);
+        let turn = move |link: &Link| ((link.dst as usize + targets - start) % targets) as u32;
+        self.links[from..until].iter().map(move |link| (turn(link), *link))
+    }
+
     /// Visits all copies of a source rank, unsorted, with the target's index on its side.
     pub fn for_each_copy(&self, rank: u32, mut sent: impl FnMut(u32, Copy<'_>)) -> Result<()> {
         let src = self.dense(Role::Source, rank)?;
-        let from = self.links.partition_point(|l| l.src < src);
-        let until = self.links.partition_point(|l| l.src <= src);
-        for link in &self.links[from..until] {
+        for (_, link) in self.links_of(src) {
             let program = self.programs[link.program as usize];
             (program.first..program.end).for_each(|c| sent(link.dst, self.copy(c)));
         }
@@ -53,17 +61,18 @@ impl Plan {
 
     /// The containers that a source rank sends from, in the order of their first transfer.
     pub fn sending_order(&self, rank: u32) -> Result<Vec<u32>> {
-        // By the first target container that needs it, as `for_source` has them.
-        let mut first: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
+        // By target container, then by turn, as `for_source` has them.
+        let mut first: BTreeMap<u32, (u32, u32, u32)> = BTreeMap::new();
         let src = self.dense(Role::Source, rank)?;
-        let from = self.links.partition_point(|l| l.src < src);
-        let until = self.links.partition_point(|l| l.src <= src);
-        let mut programs: Vec<u32> = self.links[from..until].iter().map(|l| l.program).collect();
+        let mut programs: Vec<(u32, u32)> =
+            self.links_of(src).map(|(turn, link)| (link.program, turn)).collect();
+        // Links that share a program have its copies in common: the first turn counts.
         programs.sort_unstable();
-        programs.dedup();
-        for program in programs.iter().map(|p| self.programs[*p as usize]) {
+        programs.dedup_by_key(|(program, _)| *program);
+        for (program, turn) in programs {
+            let program = self.programs[program as usize];
             for c in program.first..program.end {
-                let at = (self.columns.dst_container[c as usize], c);
+                let at = (self.columns.dst_container[c as usize], turn, c);
                 let container = self.columns.src_container[c as usize];
                 let known = first.entry(container).or_insert(at);
                 *known = at.min(*known);

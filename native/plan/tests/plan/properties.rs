@@ -123,6 +123,11 @@ proptest! {
             let order: Vec<u32> =
                 plan.for_source(src).unwrap().map(|t| t.copy.dst_container).collect();
             prop_assert!(order.windows(2).all(|w| w[0] <= w[1]), "urgent containers come first");
+            let mut seen = HashSet::new();
+            let mut first: Vec<u32> =
+                plan.for_source(src).unwrap().map(|t| t.copy.src_container).collect();
+            first.retain(|&container| seen.insert(container));
+            prop_assert_eq!(plan.sending_order(src).unwrap(), first);
         }
     }
 
