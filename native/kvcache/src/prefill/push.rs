@@ -159,14 +159,18 @@ impl Inner {
                     progress.update(number, |write| write.quiesced = true);
                 }
                 if quiescence == Quiescence::Unknown {
-                    // The links are lost, so local memory is not in use. The decoder must make sure
-                    // of its own memory (MR-1).
-                    let why = "links broke, and what was on them may still land";
-                    inner.end_session((theirs.key.0, theirs.key.1), why, true);
+                    inner.end_unproven(&theirs);
                 }
                 inner.settle(&theirs);
             });
         }
+    }
+
+    /// Ends the session of a job whose writes may still land. The links are lost, so local memory is
+    /// not in use. The decoder must make sure of its own memory (MR-1).
+    fn end_unproven(self: &Arc<Self>, job: &Job) {
+        let why = "links broke, and what was on them may still land";
+        self.end_session((job.key.0, job.key.1), why, true);
     }
 
     fn delivered(&self, job: &Job, number: u64) {
@@ -218,6 +222,10 @@ impl Inner {
             // memory.
             (!progress.unproven).then_some(at)
         };
+        if at.is_none() {
+            // First, because a session without the job would confirm a cancellation of it.
+            self.end_unproven(job);
+        }
         let (from, number, seq) = job.key;
         let peer = {
             let mut state = self.state.lock();

@@ -267,6 +267,20 @@ fn a_decoder_that_acknowledges_is_never_too_much() {
 }
 
 #[test]
+fn mr_1_a_cancellation_is_not_confirmed_while_writes_of_a_lost_link_may_still_land() {
+    let mut test = TestPrefiller::new();
+    let incarnation = test.welcome();
+    assert_eq!(test.asks(incarnation, 0, 0), None);
+    let job = test.prefiller.inner.job(0).unwrap();
+    // Another thread has just learned that the quiescence of the job's last write is unknown.
+    job.state.lock().unproven = true;
+    let cancel = Message::Cancel { session: SESSION, seq: 0 };
+    let said = [test.say(&cancel), test.say(&cancel)].concat();
+    assert!(matches!(said.as_slice(), [Message::Goodbye { session: SESSION, .. }]), "{said:?}");
+    assert_eq!((test.prefiller.jobs(), test.prefiller.decoders()), (0, 0));
+}
+
+#[test]
 fn payloads_of_requests_that_wait_are_bounded_together() {
     let (max_message, max_payloads) = (4096, 5000);
     let terms = Terms { tail_nbytes: TAIL, max_message, max_payloads, ..Terms::default() };
