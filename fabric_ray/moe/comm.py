@@ -474,9 +474,9 @@ class Gather:
             into[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         whole: dict[int, bytes] = {}
         lengths: dict[int, int] = {}
-        for some in sent.split(_GATHERED_ROWS):
+        for begin in range(0, rows, _GATHERED_ROWS):
             came: dict[int, bytes] = {}
-            for one in self._dispatched(some):
+            for one in self._dispatched(sent[begin : begin + _GATHERED_ROWS]):
                 rank, length = _GATHERED.unpack_from(one)
                 if 0 < rank <= self._ranks:
                     came[rank - 1] = came.get(rank - 1, b"") + one[_GATHERED.size :]
