@@ -437,10 +437,7 @@ class Session:
         self, version: int, error: WeightSyncError, *, written: bool = True
     ) -> WeightSyncError:
         """Aborts the version at all live rollouts; returns the error to raise."""
-        # An exchange that was interrupted can't be resumed.
-        self._exchange_connected = False
-        args = self._rollouts.same_args(self._id, written)
-        self._push_targets, failed = self._rollouts.call(phases.target_abort, args)
+        failed = self._abort_all(written)
         hooks = self._failed_hooks()
         named = {**hooks, **error.fields.get("failed", {}), **failed}
         text = f"version {version} was aborted; all live rollouts stay at {self.version}"
@@ -451,12 +448,16 @@ class Session:
         return WeightSyncError(text, version=version, failed=named)
 
     def _abort_interrupted(self, *, written: bool = True) -> None:
-        """Aborts at all live rollouts after Ctrl-C, so that engines and readers go on now, and not
-        when the gate's time is over. A second Ctrl-C ends the wait for their answers."""
-        self._exchange_connected = False
+        """Aborts after Ctrl-C: engines and readers go on now, not when the gate's time is over."""
         with suppress(WeightSyncError):  # the interrupt is raised
-            args = self._rollouts.same_args(self._id, written)
-            self._push_targets, _ = self._rollouts.call(phases.target_abort, args)
+            self._abort_all(written)
+
+    def _abort_all(self, written: bool) -> dict[str, str]:
+        """Aborts at all live rollouts; returns causes of failures by label."""
+        self._exchange_connected = False  # one that was interrupted can't be resumed
+        args = self._rollouts.same_args(self._id, written)
+        self._push_targets, failed = self._rollouts.call(phases.target_abort, args)
+        return failed
 
     def _name_failures(
         self, version: int, failed: dict[str, str], raised: BaseException | None
