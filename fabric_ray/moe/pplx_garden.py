@@ -105,6 +105,8 @@ class P2PAllToAll:
         self._topk = num_experts_per_token
         self._scales = (hidden_dim_scale, scale_dtype)
         self._local = -(-num_experts // comm.size())
+        self._sent = 0
+        """Tokens of the last dispatch, those of the group."""
         parts = []
         if hidden_dim_scale is not None and scale_dtype is not None:
             parts.append(RowPart("scale", hidden_dim_scale, scale_dtype))
@@ -174,6 +176,7 @@ class P2PAllToAll:
             mine = self._shared.mine
             parts = {} if dp_x_scale is None else {"scale": mine(dp_x_scale[:tokens].contiguous())}
             self._exchange.dispatch_send(mine(dp_x[:tokens]), mine(experts), **parts)
+            self._sent = tokens
         if do_recv:
             got = self._exchange.dispatch_recv(multiple=self._padding, x=out_expert_x)
             out_expert_num_tokens.copy_(got.counts)
@@ -212,6 +215,11 @@ class P2PAllToAll:
             raise InvalidArgument("accumulate is for ranks with tokens of their own; add the sums")
         where = self._exchange.device
         tokens = bound(bound_m, len(indices), self._exchange.asynchronous)
+        if tokens != self._sent and not self._exchange.asynchronous:
+            raise InvalidArgument(
+                f"{tokens} tokens are combined, and {self._sent} were dispatched; give the same "
+                "bound_m"
+            )
         for what, tensor, width, dtype, rows in (
             ("weights", weights, self._topk, torch.float32, tokens),
             ("out_tokens", out_tokens, self._hidden, self._out, tokens),

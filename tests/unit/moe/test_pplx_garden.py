@@ -111,6 +111,9 @@ def test_sums_may_be_added_and_tokens_bounded(comm: ThreadComm) -> None:
     a.dispatch(counts, out_x, None, x, None, idx, w, bound)
     assert sum(comm.all_gather(bytes([int(counts.sum())]))[r][0] for r in (0, 1)) == 2 * 4 * TOPK
     out = torch.full((M, HIDDEN), 3.0, dtype=torch.bfloat16)
+    for other in (2, 6):
+        with pytest.raises(errors.InvalidArgument, match="tokens are combined, and 4 were"):
+            a.combine(out, idx, w, out_x, torch.tensor([other]), accumulate=True)
     a.combine(out, idx, w, out_x, bound, accumulate=True)
     torch.testing.assert_close(out[:4], x[:4] + 3)
     assert (out[4:] == 3).all()
