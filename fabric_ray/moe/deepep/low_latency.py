@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fabric_ray.errors import InvalidArgument, PeerLost
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
@@ -29,6 +29,8 @@ Handle: TypeAlias = tuple[Tensor, Tensor, int, int, int]
 """``src_info`` int32 ``[local experts, M * ranks]``: each row's token at its source;
 ``layout_range`` int64 ``[local experts, ranks]``: where a source's rows begin, in the upper 32
 bits, and how many they are; ``M``; hidden; experts."""
+_COUNT = (1 << 32) - 1
+"""The lower bits of ``layout_range``."""
 _HANDLE = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 Hook: TypeAlias = Callable[[], None]
 
@@ -45,8 +47,6 @@ class Slot:
     handle: Handle | None = None
     pending: str | None = None
     """What the hook that was handed out last is for, until it is called."""
-    relied: frozenset[int] | None = None
-    """Ranks without which a handle's routes were made again, and that a device didn't check."""
 
     def serves(self, handle: Handle) -> bool:
         """Whether the routes of a handle lie ready here."""
@@ -90,8 +90,6 @@ class _Routes:
 
     form: Form
     indices: Tensor
-    gone: frozenset[int]
-    """Ranks that took no part in it."""
 
 
 Copies: TypeAlias = Callable[[Received], Hook]
@@ -128,7 +126,7 @@ class LowLatency:
         check_tokens(x, topk_idx, form)
         stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         slot = self._next(form)
-        gone = self._join(slot)
+        self._join(slot)
         parts, fp8 = slot.origin_of(len(x)), None
         if form.four_bits and global_scale is not None:
             x, parts["scales"] = cast.to_nvfp4(x, global_scale)
@@ -139,7 +137,7 @@ class LowLatency:
         copy = None if copies is None else copies(received)
         slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         slot.handle = received.handle
-        self._routes[received.handle[0]] = _Routes(form, kept, gone)
+        self._routes[received.handle[0]] = _Routes(form, kept)
         slot.pending = "low_latency_dispatch"
         self._phase[form] += 1
 
@@ -206,7 +204,8 @@ class LowLatency:
         if not self._asynchronous(form):
             kept = topk_idx >= 0
             weights, wanted = torch.where(kept, weights, 0.0), kept | (indices < 0)
-        slot = slot or self._again(handle, routes)
+        if slot is None:
+            slot, x = self._again(handle, routes, x)
         keep(indices)
         self._join(slot)
         slot.exchange.combine_send(x.flatten(0, 1))
@@ -223,65 +222,47 @@ class LowLatency:
 
         return combined, hook
 
-    def _again(self, handle: Handle, routes: _Routes) -> Slot:
+    def _again(self, handle: Handle, routes: _Routes, x: Tensor) -> tuple[Slot, Tensor]:
         """Makes the routes of a handle again, by a dispatch of zeros: it was combined already, or
-        others have taken its place.
+        others have taken its place. Also the answers ``x`` in the places of the rows that came:
+        those of a rank that was lost since the handle's dispatch don't come again.
 
         Raises:
-            PeerLost: a rank was lost since the handle's dispatch. All ranks raise it, also those
-                that have no rows of the lost one: none waits for answers of the others.
+            InvalidArgument: a rank was taken back since; on the host.
         """
         slot = self._next(routes.form)
         self._join(slot)
-        x, parts = _nothing(slot, len(routes.indices))
-        slot.exchange.dispatch_send(x, routes.indices, **parts)
+        zeros, parts = _nothing(slot, len(routes.indices))
+        slot.exchange.dispatch_send(zeros, routes.indices, **parts)
         slot.handle = None
         self._phase[routes.form] += 1
         again = _room(slot)
         _receive(slot, again)
         self._exchanges.check_whole()
-        # A device says later which ranks it lost on the way.
-        self._check_here_with(routes.gone)
-        slot.relied = routes.gone if slot.exchange.asynchronous else None
-        if not slot.exchange.asynchronous and not torch.equal(again.handle[1], handle[1]):
-            raise PeerLost(
-                "a rank was lost since the dispatch, and its rows are missing; dispatch again",
-                peer="",
+        before, now = handle[1], again.handle[1]
+        if not slot.exchange.asynchronous and (now & _COUNT > before & _COUNT).any():
+            raise InvalidArgument(
+                "a rank came back since the dispatch, and the handle has no rows of it; dispatch "
+                "again"
             )
         slot.handle = handle
-        return slot
-
-    def _check_here_with(self, gone: frozenset[int]) -> None:
-        for rank, cause in self._exchanges.masked.items():
-            if rank not in gone:
-                raise PeerLost(
-                    f"rank {rank} was lost since the dispatch, and its rows are missing: {cause}; "
-                    "dispatch again",
-                    peer=f"rank {rank}",
-                )
+        return slot, _moved(x, before, now)
 
     def check(self) -> None:
-        """As :meth:`AllToAll.check`, of all exchanges.
-
-        Raises:
-            PeerLost: also if a handle has rows of a rank that was lost before its second combine.
-        """
+        """As :meth:`AllToAll.check`, of all exchanges."""
         for slots in list(self._slots.values()):  # others may make more meanwhile
             for slot in slots:
                 slot.exchange.check()
-                relied, slot.relied = slot.relied, None
-                if relied is not None:
-                    self._check_here_with(relied)
         self._exchanges.check_whole()
 
-    def _join(self, slot: Slot) -> frozenset[int]:
-        """Ranks that another exchange lost take no part in this one either; all that take none.
+    def _join(self, slot: Slot) -> None:
+        """Ranks that another exchange lost take no part in this one either.
 
         Raises:
             PeerLost: one was lost, and this buffer doesn't go on without.
         """
         self._exchanges.check_whole()
-        return self._exchanges.follow(slot.exchange)
+        self._exchanges.follow(slot.exchange)
 
     def restart(self) -> None:
         """Lets go of all exchanges; handles are good still."""
@@ -458,6 +439,17 @@ def _layout(origin: Tensor, counts: Tensor, ranks: int) -> Tensor:
     begins = source.new_full(each, origin.shape[1])
     begins.scatter_reduce_(1, source, row.expand_as(source), "amin")
     return torch.where(rows_of > 0, begins << 32 | rows_of, 0)[:, 1:]
+
+
+def _moved(x: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Rows by one ``layout_range``, in the places that another one has for them."""
+    if now.device.type == "cpu" and torch.equal(before, now):
+        return x
+    row = torch.arange(x.shape[1], dtype=torch.int64, device=now.device)
+    begins, counts = (now >> 32)[..., None], (now & _COUNT)[..., None]
+    here = (row >= begins) & (row < begins + counts)
+    row_before = torch.where(here, (before >> 32)[..., None] + row - begins, 0).sum(1)
+    return x.gather(1, row_before[..., None].expand_as(x))
 
 
 def _sums(out: Tensor | None, tokens: int, form: Form) -> Tensor:
