@@ -153,6 +153,8 @@ class LowLatency:
                 if copy is not None:
                     copy()
                 stats.add(received.counts, slot.exchange)
+            else:  # called before; what it raised then holds still
+                self._exchanges.check_whole()
 
         return received, hook
 
@@ -219,6 +221,8 @@ class LowLatency:
                 stats.add(None, slot.exchange)
                 self._exchanges.check_whole()
                 keep(weights, wanted, combined)
+            else:  # as in dispatch
+                self._exchanges.check_whole()
 
         return combined, hook
 

@@ -380,6 +380,36 @@ def test_a_low_latency_handle_is_combined_again_without_a_rank_that_was_lost(
     with_a_death(work)
 
 
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_rs_1_a_hook_that_raised_raises_again(call: str) -> None:
+    def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
+        buffer = Buffer(
+            None, low_latency_mode=True, timeout=4.0, comm=comm, engine=engine, ranks_per_node=RANKS
+        )
+        x, idx, w = tokens(comm.rank())
+
+        def begun() -> Any:
+            return buffer.low_latency_dispatch(
+                x, idx, M, EXPERTS, use_fp8=False, return_recv_hook=True
+            )
+
+        y, _, handle, _, hook = begun()
+        hook()
+        comm.all_gather(b"")
+        death()
+        if comm.rank() == DEAD:
+            return
+        if call == "dispatch":
+            hook = begun()[-1]
+        else:
+            _, _, hook = buffer.low_latency_combine(y, idx, w, handle, return_recv_hook=True)
+        for _ in range(2):
+            with pytest.raises(errors.PeerLost):
+                hook()
+
+    with_a_death(work)
+
+
 def test_a_buffer_of_many_ranks_that_shrinks_makes_its_exchanges() -> None:
     """A rank's descriptor has a part for each other rank: that of 16 ranks is longer than 8 KB."""
     ranks = 16
