@@ -352,11 +352,14 @@ class Buffer(NormalCalls):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing: normal and low-latency calls have buffers of their own, and neither leaves
-        anything behind that the other would read."""
+        """Cleans nothing: normal and low-latency calls have buffers of their own, and neither
+        leaves anything behind that the other would read. With ``enable_shrink`` it is a
+        :meth:`barrier`, as DeepEP's is: a rank that doesn't come is masked."""
+        if self.enable_shrink:
+            self.barrier()
 
     def reset_rdma_buffer(self) -> None:
-        """As :meth:`clean_low_latency_buffer`; of UCCL-EP."""
+        """Nothing; of UCCL-EP."""
 
     def connect_atomic_buffer(self, proxy: Any) -> None:
         """Nothing: the engine has no proxies to be told of; of UCCL-EP."""

@@ -410,6 +410,29 @@ def test_rs_1_a_hook_that_raised_raises_again(call: str) -> None:
     with_a_death(work)
 
 
+def test_a_rank_that_does_not_clean_its_buffer_is_masked() -> None:
+    """As in DeepEP's own test of shrinking: the mask is read after the call."""
+
+    def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
+        buffer = Buffer(
+            None, low_latency_mode=True, enable_shrink=True, timeout=4.0, comm=comm, engine=engine,
+            ranks_per_node=RANKS,
+        )  # fmt: skip
+        status = torch.empty(RANKS, dtype=torch.int32)
+        buffer.clean_low_latency_buffer(M, HIDDEN, EXPERTS)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 0, 0]
+        comm.all_gather(b"")
+        death()
+        if comm.rank() == DEAD:
+            return
+        buffer.clean_low_latency_buffer(M, HIDDEN, EXPERTS)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.nonzero().flatten().tolist() == [DEAD]
+
+    with_a_death(work)
+
+
 def test_a_buffer_of_many_ranks_that_shrinks_makes_its_exchanges() -> None:
     """A rank's descriptor has a part for each other rank: that of 16 ranks is longer than 8 KB."""
     ranks = 16
