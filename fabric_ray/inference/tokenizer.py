@@ -101,6 +101,9 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
             raise InferenceError(f"{path} can't be read ({error}); restore it") from error
+        # The file may have those of its training; transformers doesn't apply them to prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop = _stop_tokens(Path(directory))
 

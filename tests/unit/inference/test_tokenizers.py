@@ -86,6 +86,18 @@ def test_the_file_of_a_checkpoint_is_used(directory: Path, text: str) -> None:
     assert len(tokenizer.encode("plain words")) < len("plain words")
 
 
+def test_a_prompt_is_neither_cut_nor_padded(directory: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = str(directory / "tokenizer.json")
+    made = tokenizers.Tokenizer.from_file(path)
+    tokens = made.encode(TEXTS[1]).ids
+    for change, fields in (("truncation", {"max_length": 3}), ("padding", {"length": 64})):
+        getattr(made, f"enable_{change}")(**fields)
+        made.save(path)
+        assert load_tokenizer(directory, vocab=300).encode(TEXTS[1]) == tokens
+        made.no_truncation()
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{")
