@@ -106,6 +106,9 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self.vocab: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop = _stop_tokens(Path(directory))
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special = frozenset(token for token, added_token in added if added_token.special)
+        """Tokens without text."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
@@ -127,6 +130,8 @@ class _HuggingFaceStream:
         self._open: list[int] = []
 
     def push(self, token: int) -> str:
+        if token in self._tokenizer.special:
+            return ""  # The neighbours of the next token are those before this one.
         self._open.append(token)
         text = self._new()
         if text.endswith(_UNFINISHED):

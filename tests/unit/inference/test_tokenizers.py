@@ -98,6 +98,21 @@ def test_a_prompt_is_neither_cut_nor_padded(directory: Path) -> None:
         made.no_truncation()
 
 
+def test_a_special_token_does_not_take_the_space_after_it(tmp_path: Path) -> None:
+    """Llama 2's decoder drops the space that a text begins with."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders, vocab = tokenizers.decoders, {"\u2581one": 0, "\u2581two": 1, "</s>": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "</s>"))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path, vocab=3)
+    for tokens in ([0, 2, 1], [2, 0, 2, 2, 1]):
+        assert streamed(tokenizer, tokens) == tokenizer.decode(tokens) == "one two"
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{")
