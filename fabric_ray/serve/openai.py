@@ -177,7 +177,9 @@ class ChatBody(Body):
         return tuple(tokens)
 
     def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
-        room = args.decode.cache.pages * args.decode.cache.page_tokens - prompt_tokens
+        cache = args.decode.cache
+        pages = min(cache.pages, cache.window_pages or cache.pages)
+        room = pages * cache.page_tokens - prompt_tokens
         return max(1, min(args.router.default_chat_tokens, room))
 
 

@@ -268,11 +268,12 @@ def test_a_body_that_is_no_object_is_refused(raw: bytes, kind: type[Body]) -> No
         parse(raw, kind)
 
 
-def test_a_chat_that_names_no_length_gets_what_there_is_room_for() -> None:
+@pytest.mark.parametrize("pages", [{"pages": 4}, {"pages": 40, "window_pages": 4}])
+def test_a_chat_that_names_no_length_gets_what_there_is_room_for(pages: dict[str, int]) -> None:
     args = ServeArgs.model_validate(
         {
             "router": {"default_chat_tokens": 100, "max_tokens": 60},
-            "decode": {"cache": {"pages": 4, "page_tokens": 16}},
+            "decode": {"cache": {"page_tokens": 16, **pages}},
         }
     )
     prompt = len(asked(ChatBody, args).tokens)
