@@ -166,7 +166,9 @@ class Completions:
             clock.last = time.monotonic()
             if len(tokens) == 1:
                 clock.first = clock.last
-            fresh = text.push(token, may_stop=len(tokens) > request.min_tokens)
+            # The stop token ends the text, also where its tokenizer gives it one.
+            may_stop = len(tokens) > request.min_tokens
+            fresh = "" if finish == "stop" else text.push(token, may_stop=may_stop)
             if text.stopped:
                 finish = "stop"
             if finish is not None:

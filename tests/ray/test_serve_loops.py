@@ -16,6 +16,7 @@ from torch import Tensor
 from fabric_ray import observe
 from fabric_ray.inference.errors import PageMisuse
 from fabric_ray.inference.protocols import DecodeRow
+from fabric_ray.inference.tokenizer import ByteTokenizer
 from fabric_ray.serve.messages import Emitted, Failed, Finished, Generate
 from tests.ray.serve_world import Around, expected, prompts, request, world
 
@@ -85,6 +86,23 @@ async def test_a_stop_text_ends_a_completion_before_it() -> None:
         cut = await w.ask(request(1, prompt, 24, stop=(stop,)))
         assert isinstance(cut, Finished)
         assert (cut.reason, cut.text) == ("stop", whole.text[: whole.text.index(stop)])
+        await w.idle()
+
+
+async def test_a_stop_token_is_no_text_although_its_tokenizer_gives_it_one() -> None:
+    async with world() as w:
+        (prompt,) = prompts(1, seed=4)
+        whole = await w.ask(request(0, prompt, 24))
+        assert isinstance(whole, Finished)
+        stop, tokenizer = whole.tokens[6], ByteTokenizer()
+        tokenizer.stop = frozenset({stop})
+        w.decode._tokenizer = tokenizer
+        before = tokenizer.decode(whole.tokens[: whole.tokens.index(stop)])
+        for stream in (False, True):
+            events = [e async for e in w.decode.generate(request(0, prompt, 24, stream=stream))]
+            assert events[-1].reason == "stop"  # type: ignore[union-attr]
+            assert events[-1].tokens[-1] == stop  # type: ignore[union-attr]
+            assert "".join(event.text for event in events) == before  # type: ignore[union-attr]
         await w.idle()
 
 
