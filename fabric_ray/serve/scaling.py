@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
@@ -35,6 +37,10 @@ def by_prompts(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def with_policy(options: dict[str, Any]) -> dict[str, Any]:
     """Deployment options with autoscaling, if any, by prompts."""
     config = options.get("autoscaling_config")
+    if config is None and options.get("num_replicas") == "auto":
+        config = {}
+    if isinstance(config, BaseModel):  # Serve's own class
+        config = config.model_dump(exclude_unset=True)
     if not isinstance(config, dict) or "policy" in config:
         return options
     policy = {"policy_function": f"{__name__}.by_prompts"}

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 pytest.importorskip("ray")
 
+from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from fabric_ray.errors import InvalidArgument
@@ -183,3 +184,19 @@ def test_prefillers_scale_by_the_prompts_that_they_report() -> None:
     scaled = with_policy({"autoscaling_config": {"max_replicas": 3}})["autoscaling_config"]
     assert scaled["policy"]["policy_function"] == "fabric_ray.serve.scaling.by_prompts"
     assert with_policy({"num_replicas": 2}) == {"num_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_replicas": "auto"},
+        {"num_replicas": "auto", "autoscaling_config": {"max_replicas": 3}},
+        {"autoscaling_config": AutoscalingConfig(max_replicas=3)},
+    ],
+)
+def test_prefillers_scale_by_prompts_however_autoscaling_is_asked_for(
+    options: dict[str, Any],
+) -> None:
+    scaled = serve.deployment(PrefixMemory).options(**with_policy(options))
+    config: Any = scaled._deployment_config.autoscaling_config
+    assert config.policy.policy_function == "fabric_ray.serve.scaling.by_prompts"
