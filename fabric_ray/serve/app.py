@@ -30,7 +30,8 @@ def build_app(args: ServeArgs) -> serve.Application:
     Raises:
         ValidationError: a field is unknown, or its value is invalid.
         BadRequest: the model is unknown.
-        InvalidArgument: the engine or a routing policy can't be imported.
+        InvalidArgument: the engine or a routing policy can't be imported, or prefillers may scale
+            to zero.
     """
     if not isinstance(args, ServeArgs):
         args = ServeArgs.model_validate(args)

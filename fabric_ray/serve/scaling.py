@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from fabric_ray.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
@@ -35,7 +37,11 @@ def by_prompts(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def with_policy(options: dict[str, Any]) -> dict[str, Any]:
-    """Deployment options with autoscaling, if any, by prompts."""
+    """Deployment options with autoscaling, if any, by prompts.
+
+    Raises:
+        InvalidArgument: ``min_replicas`` is 0.
+    """
     config = options.get("autoscaling_config")
     if config is None and options.get("num_replicas") == "auto":
         config = {}
@@ -43,5 +49,10 @@ def with_policy(options: dict[str, Any]) -> dict[str, Any]:
         config = config.model_dump(exclude_unset=True)
     if not isinstance(config, dict) or "policy" in config:
         return options
+    if config.get("min_replicas") == 0:
+        raise InvalidArgument(
+            "autoscaling_config of prefill: got min_replicas 0, expected at least 1; replicas "
+            "report the prompts, so without one none is ever added"
+        )
     policy = {"policy_function": f"{__name__}.by_prompts"}
     return {**options, "autoscaling_config": {**config, "policy": policy}}

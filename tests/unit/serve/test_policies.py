@@ -200,3 +200,8 @@ def test_prefillers_scale_by_prompts_however_autoscaling_is_asked_for(
     scaled = serve.deployment(PrefixMemory).options(**with_policy(options))
     config: Any = scaled._deployment_config.autoscaling_config
     assert config.policy.policy_function == "fabric_ray.serve.scaling.by_prompts"
+
+
+def test_prefillers_that_may_scale_to_zero_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="got min_replicas 0, expected at least 1"):
+        with_policy({"autoscaling_config": {"min_replicas": 0, "max_replicas": 3}})
