@@ -410,6 +410,30 @@ def test_rs_1_a_hook_that_raised_raises_again(call: str) -> None:
     with_a_death(work)
 
 
+def test_a_rank_that_others_gave_up_destroys_its_buffer_without_them() -> None:
+    """As in DeepEP's own test of shrinking, where a rank that fails makes this call alone."""
+    others_are_done = threading.Barrier(RANKS)
+
+    def work(comm: ThreadComm) -> None:
+        buffer = Buffer(
+            None, low_latency_mode=True, enable_shrink=True, timeout=2.0, comm=comm,
+            ranks_per_node=RANKS,
+        )  # fmt: skip
+        x, idx, w = tokens(comm.rank())
+        for turn in range(2):
+            if turn == 0 or comm.rank() != DEAD:
+                y, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+                buffer.low_latency_combine(y, idx, w, handle)
+        if comm.rank() == DEAD:
+            others_are_done.wait(WAIT)
+        buffer.destroy()
+        if comm.rank() != DEAD:
+            others_are_done.wait(WAIT)
+        comm.all_gather(b"")
+
+    on_ranks(RANKS, work)
+
+
 def test_a_rank_that_does_not_clean_its_buffer_is_masked() -> None:
     """As in DeepEP's own test of shrinking: the mask is read after the call."""
 
