@@ -13,6 +13,9 @@ from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.presets import BYTE_VOCAB
 
 TOKENIZER_FILE = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json")
+"""Files of SentencePiece, of BPE and of Mistral's tokenizers."""
+
 _UNFINISHED = "\ufffd"
 """What tokens decode to that end within a character."""
 
@@ -158,11 +161,12 @@ def load_tokenizer(directory: Path | str | None, *, vocab: int | None) -> Tokeni
             known.
 
     Raises:
-        InferenceError: the tokenizer can't be read, or isn't the model's.
+        InferenceError: the tokenizer can't be read, isn't the model's, or is in other files.
     """
     if directory is not None and (Path(directory) / TOKENIZER_FILE).exists():
         found: Tokenizer = HuggingFaceTokenizer(directory)
     else:
+        _refuse_other_tokenizers(directory)
         found = ByteTokenizer()
     if vocab is not None and found.vocab > vocab:
         raise InferenceError(
@@ -170,6 +174,16 @@ def load_tokenizer(directory: Path | str | None, *, vocab: int | None) -> Tokeni
             f"own {TOKENIZER_FILE} into its directory"
         )
     return found
+
+
+def _refuse_other_tokenizers(directory: Path | str | None) -> None:
+    """Bytes would be other tokens than those of the model."""
+    for name in _OTHER_FILES:
+        if directory is not None and (path := Path(directory) / name).exists():
+            raise InferenceError(
+                f"{path} can't be read; put the model's {TOKENIZER_FILE} beside it, which "
+                "transformers writes: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
 
 
 def _stop_tokens(directory: Path) -> frozenset[int]:

@@ -49,6 +49,15 @@ def test_without_a_file_tokens_are_bytes(tmp_path: Path) -> None:
         load_tokenizer(None, vocab=97)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_a_tokenizer_that_cannot_be_read_is_not_replaced_by_bytes(
+    tmp_path: Path, file: str
+) -> None:
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(InferenceError, match=f"{file} can't be read; put the model's tokenizer.j"):
+        load_tokenizer(tmp_path, vocab=32000)
+
+
 def test_a_file_is_not_ignored_for_want_of_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
