@@ -50,9 +50,18 @@ class LocalApp:
                 {"name": name, "num_replicas": count} for name, count in self._replicas.items()
             ],
         }
-        schema = ServeDeploySchema.model_validate({"applications": [application]})
         client: Any = _get_global_client()
-        client.deploy_apps(schema)
+        running = client.get_serve_details()
+        found = [
+            one.get("deployed_app_config")  # none: from serve.run, which this leaves alone
+            for name, one in running["applications"].items()
+            if name != self.name
+        ]
+        # Serve deletes those from a file that the next one doesn't name.
+        fields = {"applications": [*filter(None, found), application]}
+        if (capacity := running.get("target_capacity")) is not None:
+            fields["target_capacity"] = capacity
+        client.deploy_apps(ServeDeploySchema.model_validate(fields))
 
     def wait_running(self, timeout: float = 120.0) -> None:
         """Returns when all replicas run.
@@ -129,7 +138,7 @@ def run_local(
     timeout: float = 120.0,
 ) -> LocalApp:
     """Starts Ray and Serve unless they run already, then the application; returns when it is
-    healthy.
+    healthy. Other applications go on.
 
     Args:
         args: of the deployment.
@@ -143,7 +152,13 @@ def run_local(
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     args = args or ServeArgs()
     check_model(args)
+    client: Any = _get_global_client()
+    port = client.http_config.port  # of a Serve that ran already, another one
     app = LocalApp(args, url=f"http://{host}:{port}", name=name)
-    app.wait_running(timeout)
-    app.wait_healthy(timeout)
+    try:
+        app.wait_running(timeout)
+        app.wait_healthy(timeout)
+    except BaseException:
+        app.close()
+        raise
     return app

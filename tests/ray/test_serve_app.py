@@ -223,6 +223,8 @@ def test_an_engine_of_ones_own_is_served_from_a_file(app: LocalApp, tmp_path: Pa
     serving.deploy_apps(ServeDeploySchema.model_validate({"applications": [beside, own]}))
     try:
         within(120, "it runs", lambda: status_of("own") == "RUNNING")
+        app.scale("Prefill", 1)
+        assert status_of("own") == "RUNNING"
         for prompt in prompts(4, seed=41):
             connection = http.client.HTTPConnection(app.url.removeprefix("http://"), timeout=60)
             fields = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
