@@ -226,8 +226,8 @@ def plan(
     """Plans the copies that fill every target container from the source containers.
 
     Every box of every target container is sent exactly once. Where several source ranks hold a
-    box, the least loaded sends it; a large one is cut over several of them, but never into parts
-    smaller than ``min_split_bytes``. Hosts that pass equal arguments get equal plans.
+    box, the least loaded sends it; one of more than ``min_split_bytes`` may be cut over several of
+    them. Hosts that pass equal arguments get equal plans.
 
     Args:
         source: the layout of the senders.
