@@ -7,13 +7,17 @@ a layer that gets such a tensor, because vLLM processes a layer once, when all o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations import framework
@@ -32,7 +36,7 @@ from fabric_ray.integrations.vllm_reload import (
     refuse_lossy_cast,
     shared_parameters,
 )
-from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Container, Leaf, Mesh, Replicate, ShapeMismatch, Side, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -249,12 +253,50 @@ def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) 
     Args:
         needs: by rank.
         tensors: of the checkpoint, by name.
+
+    Raises:
+        ShapeMismatch: ranks need a part of a tensor only. Loaders of vLLM take as many rows as
+            their parameter has from a tensor that has more.
     """
     ranks: dict[Need, list[int]] = defaultdict(list)
     for rank, some in enumerate(needs):
         for need in some:
             ranks[need].append(rank)
+    _refuse_parts(ranks, tensors)
     return Side.of(len(needs), [_container(need, ranks[need], tensors) for need in ranks])
+
+
+def _refuse_parts(needs: Iterable[Need], tensors: Mapping[str, Tensor]) -> None:
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for need in needs:
+        boxes[need.tensor].append(need.box)
+    for name, some in boxes.items():
+        shape = tensors[name].shape
+        if (taken := _covered(some)) < prod(shape):
+            raise ShapeMismatch(
+                f"`{name}` has another shape than in vLLM's model: vLLM takes {taken} of the "
+                f"trainers' {prod(shape)} elements, shape {list(shape)}; serve and train one "
+                "config.json",
+                tensor=name,
+            )
+
+
+def _covered(boxes: Sequence[Box]) -> int:
+    """The number of elements in at least one of the boxes, which may overlap."""
+    edges = [
+        sorted({edge for at, size in runs for edge in (at, at + size)})
+        for runs in zip(*boxes, strict=True)
+    ]
+    cells = np.zeros([len(each) - 1 for each in edges], dtype=bool)
+    for box in boxes:
+        cells[
+            tuple(
+                slice(bisect_left(each, at), bisect_left(each, at + size))
+                for each, (at, size) in zip(edges, box, strict=True)
+            )
+        ] = True
+    volumes = reduce(np.multiply.outer, map(np.diff, edges), np.int64(1))
+    return int(volumes[cells].sum())
 
 
 def _container(need: Need, ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Container:

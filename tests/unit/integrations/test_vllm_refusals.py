@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.integrations.vllm_recorded import Need, target_side
+from fabric_ray.plan import DType, ShapeMismatch, Tensor
 from fabric_ray.weights import WeightSource
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.vllm_ranks import Trained
@@ -39,6 +42,45 @@ def test_rs_1_a_part_that_is_filled_twice_does_not_count_for_one_that_is_not(
     monkeypatch.setattr(server.model, "load_weights", load)
     with pytest.raises(FabricError, match=r"1 layers .* lack tensors .*: l1; send every"):
         trainer(Trained(1))
+
+
+def test_rs_1_a_tensor_of_which_the_loader_takes_only_a_part_is_named(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(named: Any) -> None:  # as vLLM's loaders narrow what comes
+        whole((name, tensor.narrow(0, 0, 2)) for name, tensor in named)
+
+    whole, module = server.model.load_weights, Trained(1)
+    monkeypatch.setattr(server.model, "load_weights", load)
+    module.l1.upper = torch.nn.Parameter(torch.ones(5, 4))
+    with pytest.raises(FabricError, match=r"`l1.upper` .* takes 8 of the trainers' 20 elements"):
+        trainer(module)
+    assert server.model.versions() == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "taken"),
+    [
+        ((), [()], 1),
+        ((6, 3), [((0, 4), (0, 3)), ((2, 4), (0, 3))], 18),
+        ((6, 6), [((0, 3), (0, 6)), ((4, 2), (0, 6))], 30),
+        ((6, 6), [((0, 4), (0, 4)), ((2, 4), (3, 3))], 26),
+        ((6, 6), [((0, 4), (0, 4)), ((4, 2), (0, 6)), ((0, 6), (4, 2))], 36),
+    ],
+    ids=["scalar", "overlap", "missing row", "missing corners", "pieces"],
+)
+def test_rs_1_boxes_of_all_workers_cover_a_tensor(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], taken: int
+) -> None:
+    tensors, needs = (
+        {"w": Tensor("w", shape, DType.of("bfloat16"))},
+        [[Need("w", b)] for b in boxes],
+    )
+    if taken == prod(shape):
+        assert len(target_side(needs, tensors).containers) == len(boxes)
+        return
+    with pytest.raises(ShapeMismatch, match=f"`w` .* takes {taken} of .* {prod(shape)} elements"):
+        target_side(needs, tensors)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
