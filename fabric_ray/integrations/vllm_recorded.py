@@ -124,14 +124,26 @@ def record_model(
         name: torch.empty(each.shape, dtype=getattr(torch, each.dtype.name), device="meta")
         for name, each in tensors.items()
     }
-    reload = Reload(model, config, leave)
+    reload, last = Reload(model, config, leave), "none"
+
+    def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for pair in named:
+                last = f"`{pair[0]}` {list(pair[1].shape)}"
+                yield pair
+                del pair  # what the model keeps is told by its references
+
+        model.load_weights(noted())  # type: ignore[operator]
+
     with _prepared(model, reload) as targets:
         try:
-            found = record(model.load_weights, metas, targets)  # type: ignore[arg-type]
+            found = record(load, metas, targets)
         except Exception as error:
             raise InvalidArgument(
-                f"vLLM's model can't load what the trainer has: {type(error).__name__}: {error}; "
-                "give a module whose parameters have the names and shapes of the checkpoint"
+                f"vLLM's model can't load what the trainer has: {type(error).__name__}: {error} "
+                f"(the last tensor that it took: {last}); give a module whose parameters have the "
+                "names and shapes of the checkpoint"
             ) from error
         for landing in found.landings:
             if landing.read is not None:

@@ -58,6 +58,18 @@ def test_rs_1_a_tensor_of_which_the_loader_takes_only_a_part_is_named(
     assert server.model.versions() == {0.0}
 
 
+def test_a_tensor_that_the_loader_refuses_without_words_is_named(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(named: Any) -> None:  # as vLLM's embeddings assert the size of the vocabulary
+        for name, _ in named:
+            assert name != "l1.lower"
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    with pytest.raises(FabricError, match=r"AssertionError: .* took: `l1.lower` \[2, 4\]\); give"):
+        trainer(Trained(1))
+
+
 @pytest.mark.parametrize(
     ("shape", "boxes", "taken"),
     [
