@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fabric_ray.errors import WeightSyncError
+from fabric_ray.errors import Stale, WeightSyncError
 from fabric_ray.weights.calls import DIED, CallFailure, Calls
 from fabric_ray.weights.quant import ExchangeFailed
 
@@ -33,6 +33,8 @@ class ActorGroup:
         """Why a process has ended, by the actor's number."""
         self.raised: BaseException | None = None
         """The first error of the last call."""
+        self.stale: set[int] = set()
+        """Actors that refused the last call, because another controller has connected."""
 
     def same_args(self, *args: Any) -> dict[int, tuple[Any, ...]]:
         """The same arguments for all actors."""
@@ -61,7 +63,7 @@ class ActorGroup:
     ) -> tuple[dict[int, Any], dict[str, str]]:
         """Calls ``function`` in each actor of ``args``; returns results by number, and causes of
         failed calls by label."""
-        self.raised = None
+        self.raised, self.stale = None, set()
         if not args:
             return {}, {}
         actors = [self.actors[number] for number in args]
@@ -74,6 +76,8 @@ class ActorGroup:
                 failures.append((number, answer))
                 if answer.kind == DIED:
                     self.dead[number] = answer.cause
+                elif answer.kind == Stale.__name__:
+                    self.stale.add(number)
             else:
                 results[number] = answer
         # A failed exchange follows from another actor's failure, so it is listed last.

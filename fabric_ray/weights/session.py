@@ -437,10 +437,10 @@ class Session:
         self, version: int, error: WeightSyncError, *, written: bool = True
     ) -> WeightSyncError:
         """Aborts the version at all live rollouts; returns the error to raise."""
-        failed = self._abort_all(written)
-        hooks = self._failed_hooks()
+        failed, hooks = self._abort_all(written), self._failed_hooks()
         named = {**hooks, **error.fields.get("failed", {}), **failed}
-        text = f"version {version} was aborted; all live rollouts stay at {self.version}"
+        stay = f"version {version} was aborted; all live rollouts stay at {self.version}"
+        text = f"version {version} was aborted" if self._rollouts.stale else stay
         for number, target in self._push_targets.items():
             if (target.version or 0) != self.version:
                 text += f", {self._rollouts.label(number)} at {target.version or 'none'}"

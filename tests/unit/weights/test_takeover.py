@@ -77,6 +77,7 @@ def test_rs_3_a_controller_that_was_replaced_moves_no_rollout(
     with pytest.raises(WeightSyncError, match=told) as caught:
         old.push()
     assert {"rollout 0", "rollout 1"} <= set(caught.value.failed)
+    assert "stay at" not in str(caught.value), "they are at the other's version"
     for rank, target in enumerate(old.targets):
         assert target.version == 7
         for name, want in expected(rank, 7).items():
