@@ -469,7 +469,10 @@ fn what_is_no_file_is_refused_with_words() {
     refused(&empty, FileOptions { len: Some(5), ..plain }, "with create it is lengthened");
     refused(&empty, FileOptions { len: Some(u64::MAX), offset: 1, ..plain }, "largest file");
     refused(&empty, FileOptions { create: true, writable: false, ..plain }, "must be writable");
-    let file = region_of(&engine, &folder.file("some", b"bytes"));
+    let some = folder.file("some", b"bytes");
+    refused(&some, FileOptions { create: true, offset: 4096, ..plain }, "name nbytes");
+    assert_eq!(fs::read(&some).unwrap(), b"bytes", "what is refused changes no file");
+    let file = region_of(&engine, &some);
     assert!(file.get(0, 5).unwrap_err().to_string().contains("no address"));
     assert!(file.put(0, b"x").is_err());
 }

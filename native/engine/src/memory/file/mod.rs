@@ -106,17 +106,17 @@ impl FileMemory {
             true => end,
             false => meta.len(),
         };
-        if there < end {
-            if !create {
-                return Err(invalid(format!(
-                    "it has {there} bytes, the region ends at {end}; with create it is lengthened"
-                )));
-            }
-            file.set_len(end).map_err(|e| failed("ftruncate", path, &e))?;
+        if there < end && !create {
+            return Err(invalid(format!(
+                "it has {there} bytes, the region ends at {end}; with create it is lengthened"
+            )));
         }
         let len = len.unwrap_or(there.saturating_sub(offset));
         if len == 0 {
             return Err(nothing());
+        }
+        if there < end {
+            file.set_len(end).map_err(|e| failed("ftruncate", path, &e))?;
         }
         Ok((Self { file, path: path.to_owned(), writable }, len))
     }
