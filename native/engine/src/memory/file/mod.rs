@@ -20,7 +20,10 @@ use std::{
 };
 
 pub(crate) use queue::{FileBackend, FileQueue};
-use rustix::fs::OFlags;
+use rustix::{
+    fs::{fallocate, FallocateFlags, OFlags},
+    io::Errno,
+};
 pub(crate) use work::FileWork;
 
 use crate::{EngineError, Result};
@@ -36,7 +39,7 @@ pub struct FileOptions {
     /// Bytes of the region; all from `offset` on if `None`.
     pub len: Option<u64>,
     /// Make the file if there is none, and lengthen it to the region's end. The new bytes are
-    /// zeroes that take no room on the disk until they are written.
+    /// zeroes that take no room on the disk until they are written, except for the last block.
     pub create: bool,
     pub writable: bool,
 }
@@ -116,7 +119,7 @@ impl FileMemory {
             return Err(nothing());
         }
         if there < end {
-            file.set_len(end).map_err(|e| failed("ftruncate", path, &e))?;
+            lengthen(&file, end).map_err(|e| failed("fallocate", path, &e))?;
         }
         Ok((Self { file, path: path.to_owned(), writable }, len))
     }
@@ -149,13 +152,23 @@ impl FileMemory {
     }
 }
 
+/// Lengthens a file to `end`. Another process may have made it longer since it was looked at:
+/// `ftruncate` would cut that off, `fallocate` of the last byte never shortens.
+fn lengthen(file: &File, end: u64) -> std::io::Result<()> {
+    let last_byte = || fallocate(file, FallocateFlags::empty(), end - 1, 1);
+    match rustix::io::retry_on_intr(last_byte) {
+        Err(Errno::OPNOTSUPP) => file.set_len(end),
+        done => Ok(done?),
+    }
+}
+
 fn failed(call: &'static str, path: &Path, e: &std::io::Error) -> EngineError {
     let cause = format!("{}: {e}", path.display());
-    let hint = match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
-        Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => "free space on its disk",
-        Some(rustix::io::Errno::NOENT) => "the file must exist, or with create its directory",
-        Some(rustix::io::Errno::MFILE) => "raise the open-file limit of this process (ulimit -n)",
-        Some(rustix::io::Errno::FBIG) => "raise the limit on the size of files (ulimit -f)",
+    let hint = match e.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NOSPC | Errno::DQUOT) => "free space on its disk",
+        Some(Errno::NOENT) => "the file must exist, or with create its directory",
+        Some(Errno::MFILE) => "raise the open-file limit of this process (ulimit -n)",
+        Some(Errno::FBIG) => "raise the limit on the size of files (ulimit -f)",
         _ => "the path must lead to a file that this process may open so",
     };
     EngineError::Resource { call, cause, hint: hint.into() }

@@ -58,6 +58,18 @@ fn scattered_ranges_are_written_and_read_back() {
     }
 }
 
+/// Two engines may make one file at a time, each up to the end of its own part.
+#[test]
+fn a_file_that_another_process_has_lengthened_meanwhile_is_not_cut_off() {
+    let path = temporary("lengthen");
+    let file = fs::File::create(&path).unwrap();
+    for (end, len) in [(8192, 8192), (4096, 8192), (8193, 8193)] {
+        super::lengthen(&file, end).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), len);
+    }
+    fs::remove_file(&path).unwrap();
+}
+
 #[test]
 fn rs_1_a_file_that_may_not_grow_and_one_cut_short_are_errors_of_their_work_alone() {
     for backend in BOTH {
