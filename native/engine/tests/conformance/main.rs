@@ -80,6 +80,7 @@ on_every_transport! {
     preparing_moves_and_counts_nothing,
     scatter_and_barrier_reach_every_peer,
     messages_arrive_whole_and_wait_for_room,
+    a_sender_of_many_messages_keeps_out_no_other,
     messages_too_long_for_the_pool_are_refused,
     mr_2_a_deregistered_region_is_stale,
     mr_1_deregistration_waits_for_peers,

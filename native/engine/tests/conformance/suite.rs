@@ -448,6 +448,38 @@ pub fn messages_arrive_whole_and_wait_for_room(w: &mut dyn World) {
     assert!(most.load(SeqCst) <= 3);
 }
 
+pub fn a_sender_of_many_messages_keeps_out_no_other(w: &mut dyn World) {
+    let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
+    let dst = c.alloc(64).unwrap();
+    let peers = [&a, &b].map(|engine| {
+        let (src, _) = filled(engine, 64, 1);
+        let h = submit(engine, write(&src, &import(engine, &dst), 0, 64, None)).unwrap();
+        assert_eq!(w.wait(&h), Ok(()));
+        engine.peer(c.address()).unwrap()
+    });
+    let send = |engine, peer| submit(engine, Op::Send { peer, message: b"m" }).unwrap();
+    let mut handles = vec![send(&b, &peers[1])];
+    w.idle();
+    handles.extend((0..40).map(|_| send(&a, &peers[0])));
+    w.idle();
+    let (got, kept) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
+    let (into, keep) = (Arc::clone(&got), Arc::clone(&kept));
+    c.receive(64, 1, move |delivery| {
+        into.lock().unwrap().push(delivery.from());
+        *keep.lock().unwrap() = Some(delivery);
+    })
+    .unwrap();
+    w.until("all messages", &mut || {
+        drop(kept.lock().unwrap().take());
+        got.lock().unwrap().len() == handles.len()
+    });
+    for h in &handles {
+        assert_eq!(w.wait(h), Ok(()));
+    }
+    let at = got.lock().unwrap().iter().position(|from| *from == b.id());
+    assert!(at.is_some_and(|at| at < 4), "{at:?} messages of one sender went before the other's");
+}
+
 pub fn messages_too_long_for_the_pool_are_refused(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let peer = a.peer(b.address()).unwrap();

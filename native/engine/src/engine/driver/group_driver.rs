@@ -53,6 +53,8 @@ pub(crate) struct Core {
     pub group: Group,
     pub domains: Vec<Box<dyn Domain>>,
     completions: Vec<Completion>,
+    /// Polled first: the rail after the last that delivered a message. None takes all the room.
+    first_rail: usize,
     /// Peers and the kernel will signal, so no thread needs to poll.
     armed: bool,
     pub closed: bool,
@@ -77,7 +79,8 @@ impl Core {
     pub(crate) fn drive_at(&mut self, began: Time, shared: &Shared) -> bool {
         let (mut now, mut moved) = (began, false);
         self.heartbeats.on_driven(began);
-        for rail in 0..self.domains.len() {
+        let first = self.first_rail.min(self.domains.len());
+        for rail in (first..self.domains.len()).chain(0..first) {
             moved |= self.domains[rail].poll(began, &shared.receives, &mut self.completions);
             if self.completions.is_empty() {
                 continue;
@@ -85,8 +88,10 @@ impl Core {
             now = shared.now().max(began);
             let mut completions = std::mem::take(&mut self.completions);
             for c in completions.drain(..) {
-                if matches!(c, Completion::LinkUp { .. }) {
-                    self.heartbeats.set_needed(true);
+                match c {
+                    Completion::LinkUp { .. } => self.heartbeats.set_needed(true),
+                    Completion::Message { .. } => self.first_rail = rail + 1,
+                    _ => {}
                 }
                 self.group.on_completion(now, rail, c, &mut self.domains, shared);
             }
@@ -190,6 +195,7 @@ impl GroupDriver {
                 group,
                 domains,
                 completions: Vec::new(),
+                first_rail: 0,
                 armed: false,
                 closed: false,
                 drains: Vec::new(),

@@ -285,6 +285,7 @@ impl LibfabricDomain {
             confirm_at: Time::NEVER,
             received_at: self.now,
             sent_at: self.now,
+            delivered_at: Time(0),
             chunks: 0,
             bytes: 0,
             frames: 0,

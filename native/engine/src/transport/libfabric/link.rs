@@ -100,6 +100,8 @@ pub(super) struct Link {
     pub confirm_at: Time,
     pub received_at: Time,
     pub sent_at: Time,
+    /// When a message of the peer was last delivered.
+    pub delivered_at: Time,
     /// Chunks that the library holds for the link. `bytes`: their bytes; `frames`: transmit slots.
     pub chunks: usize,
     pub bytes: u64,

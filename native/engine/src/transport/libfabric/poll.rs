@@ -1,6 +1,7 @@
 //! Reads the completion queue and handles its entries.
 
 use fabric_sys::libfabric::{flag, CqDataEntry};
+use smallvec::SmallVec;
 
 use super::{
     ops::{ContextUse, InFlight},
@@ -9,7 +10,8 @@ use super::{
 };
 use crate::{
     api::Imm,
-    domain::{Completion, Count, DomainError, MessageRoom},
+    domain::{Completion, Count, DomainError, LinkId, MessageRoom},
+    time::Time,
 };
 
 /// Entries per read, and reads per poll.
@@ -206,14 +208,22 @@ impl LibfabricDomain {
         // Report a link as up before its first message.
         out.append(&mut self.completions);
         let before = out.len();
-        for (_, slot) in &mut self.links {
-            let LinkEntry::Up(link) = slot else { continue };
-            if !link.channel.holds_messages() {
-                continue;
+        let holding = self.links.iter().filter_map(|(_, entry)| match entry {
+            LinkEntry::Up(link) if link.channel.holds_messages() => {
+                Some((link.delivered_at, link.id))
             }
+            _ => None,
+        });
+        let mut holding: SmallVec<[(Time, LinkId); 8]> = holding.collect();
+        // A link with ever more messages keeps out no other.
+        holding.sort_unstable();
+        let now = self.now;
+        for (_, id) in holding {
+            let Some(link) = self.link(id) else { continue };
             // One message per call: there is less room once it is taken.
             if let Some(message) = link.channel.take_message(room) {
-                out.push(Completion::Message { link: link.id, message });
+                link.delivered_at = now;
+                out.push(Completion::Message { link: id, message });
                 break;
             }
         }

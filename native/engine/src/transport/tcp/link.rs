@@ -99,6 +99,8 @@ pub(super) struct Link {
     pub messages: usize,
     pub incoming: HashMap<u64, Incoming>,
     pub waiting_messages: VecDeque<(u64, Vec<u8>)>,
+    /// When a message of the peer was last delivered.
+    pub delivered_at: Time,
     pub received_at: Time,
     pub sent_at: Time,
     pub deadline: Time,
@@ -129,6 +131,7 @@ impl Link {
             messages: 0,
             incoming: HashMap::new(),
             waiting_messages: VecDeque::new(),
+            delivered_at: Time(0),
             received_at: now,
             sent_at: now,
             deadline: Time::NEVER,

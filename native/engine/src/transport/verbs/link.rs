@@ -73,6 +73,8 @@ pub(super) struct Link {
     pub data_failure: Option<DataQpFailure>,
     pub received_at: Time,
     pub sent_at: Time,
+    /// When a message of the peer was last delivered.
+    pub delivered_at: Time,
 }
 
 impl Link {
@@ -113,6 +115,7 @@ impl Link {
             data_failure: None,
             received_at: now,
             sent_at: now,
+            delivered_at: Time(0),
         }
     }
 

@@ -54,12 +54,17 @@ impl VerbsDomain {
         if now >= self.tick_at {
             self.tick(now);
         }
+        let awaits_room = !self.awaiting_room.is_empty();
         for id in std::mem::take(&mut self.awaiting_room) {
             self.mark_dirty(id);
         }
         // Report a link as up before its first message.
         out.append(&mut self.completions);
-        let dirty = std::mem::take(&mut self.dirty);
+        let mut dirty = std::mem::take(&mut self.dirty);
+        if awaits_room {
+            // A link with ever more messages keeps out no other.
+            dirty.sort_by_key(|id| self.link(*id).map_or(Time(0), |link| link.delivered_at));
+        }
         for id in &dirty {
             progressed |= self.advance_link(*id, room, out);
         }
@@ -230,8 +235,10 @@ impl VerbsDomain {
         let before = out.len();
         // One message per poll: the room is known again only after the message was taken.
         if !out.iter().any(|c| matches!(c, Completion::Message { .. })) {
-            let message = link.channel.take_message(room);
-            out.extend(message.map(|message| Completion::Message { link: id, message }));
+            if let Some(message) = link.channel.take_message(room) {
+                link.delivered_at = now;
+                out.push(Completion::Message { link: id, message });
+            }
         }
         let done = link.channel.finished();
         out.extend(done.map(|(token, result)| Completion::Done { link: id, token, result }));
