@@ -248,11 +248,6 @@ class AllToAll(RankExchange):
         """
         self._native.finish()
 
-    def expect_departures(self) -> None:
-        """Tells that this rank makes no more calls: the log no longer reports other ranks that
-        leave as lost."""
-        self._native.expect_departures()
-
     def close(self) -> None:
         """Ends all waits of the device; later calls raise. Other ranks give this rank up when they
         wait for it."""

@@ -396,10 +396,9 @@ class Exchanges:
         with self._lock:
             made, self._made = self._made, []
         self.gather = None
-        found = [one for one in made if isinstance(one, AllToAll)]
-        for one in found:
+        for one in made:
             one.expect_departures()
-        return found
+        return [one for one in made if isinstance(one, AllToAll)]
 
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if
@@ -414,7 +413,7 @@ class Exchanges:
         wrong: list[FabricError] = []
         # The throughput exchange's calls return when their work is done.
         exchanges = [one for one in self._made if isinstance(one, AllToAll)]
-        for one in exchanges:
+        for one in self._made:
             try:
                 one.check()
             except FabricError as error:

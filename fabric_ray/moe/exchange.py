@@ -82,6 +82,11 @@ class RankExchange:
         """Whether each rank takes part."""
         return tuple(self._native.present)
 
+    def expect_departures(self) -> None:
+        """Tells that this rank makes no more calls: the log no longer reports other ranks that
+        leave as lost."""
+        self._native.expect_departures()
+
     def dispatch_recv(
         self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
     ) -> Dispatched:

@@ -157,6 +157,11 @@ class Normal:
     def _renew(self, room: int) -> None:
         """Room for so many tokens of a rank, in other exchanges."""
         old = [lane.exchange for lanes in self._lanes.values() for lane in lanes]
+        for one in old:
+            one.expect_departures()
+        # No rank leaves while another one would log it as lost.
+        if old:
+            agree(self.gather, b"")
         self._exchanges.forget(old)
         self._lanes.clear()
         self._room = room

@@ -107,7 +107,7 @@ pub enum Extra {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
     pub extra: Extra,
-    /// A box is never cut over several replicas into parts smaller than this many bytes.
+    /// Only boxes of more bytes are cut over several replicas.
     pub min_split_bytes: u64,
 }
 

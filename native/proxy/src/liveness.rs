@@ -1,7 +1,7 @@
 //! Liveness of ranks: one word for each rank, shared by all threads of a proxy and its device.
 
 use std::sync::atomic::{
-    AtomicU64,
+    AtomicBool, AtomicU64,
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
@@ -15,6 +15,7 @@ pub struct Liveness {
     changes: AtomicU64,
     threads: usize,
     ending: Mutex<Vec<PendingLoss>>,
+    departures_expected: AtomicBool,
 }
 
 /// An ended incarnation that some threads have not dropped yet.
@@ -31,12 +32,27 @@ struct PendingLoss {
 impl Liveness {
     pub(crate) fn new(ranks: usize, threads: usize) -> Self {
         let words = (0..ranks).map(|_| AtomicU64::new(0)).collect();
-        Self { words, changes: AtomicU64::new(0), threads, ending: Mutex::default() }
+        Self {
+            words,
+            changes: AtomicU64::new(0),
+            threads,
+            ending: Mutex::default(),
+            departures_expected: AtomicBool::new(false),
+        }
     }
 
     #[inline]
     pub fn is_alive(&self, rank: usize) -> bool {
         self.words.get(rank).is_some_and(|w| w.load(Acquire) & 1 == 1)
+    }
+
+    /// From now on a rank that is lost has left after its last call: the log says so.
+    pub fn expect_departures(&self) {
+        self.departures_expected.store(true, Relaxed);
+    }
+
+    pub(crate) fn expects_departures(&self) -> bool {
+        self.departures_expected.load(Relaxed)
     }
 
     /// The words, indexed by rank.

@@ -129,6 +129,12 @@ impl MoeThroughput {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
     }
 
+    /// All calls of this rank are done: other ranks may leave from now on, which isn't logged as a
+    /// loss.
+    fn expect_departures(&self) {
+        self.0.expect_departures();
+    }
+
     /// This rank, if others go on without it, and why.
     #[getter]
     fn broken(&self, py: Python<'_>) -> Option<(u32, String)> {

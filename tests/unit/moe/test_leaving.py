@@ -85,16 +85,17 @@ def test_rs_1_answers_reach_who_asked_though_who_gave_them_is_gone(
     on_ranks(3 if leave is destroyed else 2, work)
 
 
-@pytest.mark.parametrize("low_latency", [True, False])
+@pytest.mark.parametrize(("low_latency", "per_node"), [(True, 4), (False, 4), (False, 2)], ids=str)
 def test_a_healthy_destroy_reports_no_loss(
-    low_latency: bool, caplog: pytest.LogCaptureFixture
+    low_latency: bool, per_node: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each rank leaves at another time, when all have their sums."""
+    """Each rank leaves at another time, when all have their sums; and an exchange that is too small
+    for normal calls, when all go over to a larger one."""
 
     def work(comm: ThreadComm) -> None:
-        buffer = Buffer(None, low_latency_mode=True, comm=comm)
-        x, idx, w = batch(comm.rank(), 8, 8, 2, 64)
-        for _ in range(3):
+        buffer = Buffer(None, low_latency_mode=True, comm=comm, ranks_per_node=per_node)
+        for tokens in (8, 8, 8) if low_latency else (8, 600, 600):
+            x, idx, w = batch(comm.rank(), tokens, 8, 2, 64)
             if low_latency:
                 y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 8, use_fp8=False)
                 buffer.low_latency_combine(y, idx, w, handle)

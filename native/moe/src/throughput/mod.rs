@@ -438,6 +438,12 @@ impl Throughput {
         }
     }
 
+    /// Records that this rank makes no further call. Ranks that leave from now on are not logged as
+    /// lost.
+    pub fn expect_departures(&self) {
+        self.proxy.alive().expect_departures();
+    }
+
     /// Leaves for good, after pending signals are sent or the wait for them ends. Later calls fail.
     pub fn close(&self) {
         if self.closed.swap(true, Relaxed) {

@@ -23,7 +23,10 @@ impl Executor {
         }
         let incarnation = self.peers[rank].incarnation;
         if self.common.alive.end(rank, incarnation) {
-            tracing::warn!(rank, %error, "a rank is lost");
+            match self.common.alive.expects_departures() {
+                true => tracing::debug!(rank, %error, "a rank has left"),
+                false => tracing::warn!(rank, %error, "a rank is lost"),
+            }
             self.common.alive.lost(rank, incarnation, error);
         }
         self.drop_rank(rank);
