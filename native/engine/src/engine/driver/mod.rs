@@ -5,7 +5,9 @@ mod group_driver;
 mod heartbeats;
 mod parker;
 mod share;
+mod state;
 mod worker;
 
-pub(crate) use group_driver::{Command, Core, GroupDriver, Guard};
+pub(crate) use group_driver::{GroupDriver, Guard};
+pub(crate) use state::{Command, Core};
 pub(crate) use worker::Worker;

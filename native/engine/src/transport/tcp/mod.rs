@@ -12,6 +12,7 @@ mod handshake;
 #[cfg(test)]
 mod handshake_tests;
 mod link;
+mod messages;
 mod net;
 mod page_cursor;
 mod protocol;
