@@ -1,4 +1,4 @@
-//! Departure of a rank: after its peers have received everything that it was to send.
+//! Departure of a rank, after its peers have received everything that it was to send; and loss.
 //!
 //! Answers are queued until their receiver opens its memory. A rank that has its own sums by then
 //! makes no further call, and would drop queued answers if it left at once.
@@ -8,9 +8,10 @@ use std::{sync::Arc, time::Instant};
 use fabric_engine::{locks::MutexGuard, Result};
 
 use super::{
+    actions::Action,
     conditions::Condition,
-    link::{ExportedRegions, PeerLink},
-    state::ExchangeState,
+    link::{ExportedRegions, MessageKind, PeerLink},
+    state::{ExchangeState, LostPeer},
     AllToAll, Inner,
 };
 use crate::phase::Phase;
@@ -27,6 +28,32 @@ impl ExchangeState {
             rows || fence || !l.outbound.answers.is_empty()
         };
         self.here().any(|l| l.data_in_flight + l.control_in_flight > 0 || all_in && waits(l))
+    }
+
+    /// Gives a rank up: waits for nothing from it, and revokes its access.
+    pub fn lose(&mut self, rank: u32, kind: MessageKind, cause: String, actions: &mut Vec<Action>) {
+        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
+        let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
+            return;
+        };
+        match self.departures_expected {
+            true => tracing::debug!(rank, %cause, "a rank has left"),
+            false => tracing::warn!(rank, %cause, "a rank was given up"),
+        }
+        self.answers_out -= link.outbound.answers.len() as u32;
+        self.waiting.retain(|waits| *waits != rank);
+        self.revoke(rank, &link.endpoint.exported, actions);
+        self.lost.push(LostPeer { rank, kind, cause });
+        self.go_on(actions);
+    }
+
+    /// Revokes a rank's access.
+    pub fn revoke(&mut self, rank: u32, exported: &ExportedRegions, actions: &mut Vec<Action>) {
+        self.start_heartbeat(actions);
+        for memory in exported.memory() {
+            self.revoking.push(rank);
+            actions.push(Action::Revoke { rank, memory });
+        }
     }
 }
 

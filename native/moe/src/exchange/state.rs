@@ -473,30 +473,4 @@ impl ExchangeState {
         }
         self.go_on(actions);
     }
-
-    /// Gives a rank up: waits for nothing from it, and revokes its access.
-    pub fn lose(&mut self, rank: u32, kind: MessageKind, cause: String, actions: &mut Vec<Action>) {
-        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
-        let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
-            return;
-        };
-        match self.departures_expected {
-            true => tracing::debug!(rank, %cause, "a rank has left"),
-            false => tracing::warn!(rank, %cause, "a rank was given up"),
-        }
-        self.answers_out -= link.outbound.answers.len() as u32;
-        self.waiting.retain(|waits| *waits != rank);
-        self.revoke(rank, &link.endpoint.exported, actions);
-        self.lost.push(LostPeer { rank, kind, cause });
-        self.go_on(actions);
-    }
-
-    /// Revokes a rank's access.
-    pub fn revoke(&mut self, rank: u32, exported: &ExportedRegions, actions: &mut Vec<Action>) {
-        self.start_heartbeat(actions);
-        for memory in exported.memory() {
-            self.revoking.push(rank);
-            actions.push(Action::Revoke { rank, memory });
-        }
-    }
 }
