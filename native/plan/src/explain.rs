@@ -39,7 +39,7 @@ impl Plan {
             return Err(PlanError::invalid(
                 Role::Target,
                 format!("name `{name}`"),
-                "is neither a tensor nor a container of the plan; list them with to_dict()",
+                "is neither a tensor nor a container of the plan; its to_dict() lists them",
             ));
         }
         let mut matcher = Matcher::new(&self.source, &self.target, self.options)?;
