@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-chaos test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-chaos test-deaths test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -31,7 +31,7 @@ $(TESTED): export OMP_NUM_THREADS ?= 1
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -43,8 +43,8 @@ demo: $(DONE)/native
 # would build the engine once for each.
 TESTED_CRATES := --workspace --exclude fabric-microbench
 
-# BESIDE names targets that run beside the end of the build, most of which needs one core only; LAST, beside the last of
-# the tests.
+# BESIDE names targets that run beside the end of the build, most of which needs one core only; LAST, what takes no time
+# from the last of the tests.
 BESIDE ?=
 LAST ?=
 
@@ -64,29 +64,26 @@ test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
-# Most of what waits for actors, guests or other processes is waiting: they run side by side with what computes.
-SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
-ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
-GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
+# Most of what waits for actors or other processes is waiting: they run side by side with what computes.
+ACTORS := tests/ray
 EXPERTS := $(addprefix tests/unit/,kernels models moe quant)
 UNITS := $(wildcard tests/integration/test_compat_*.py) \
 	$(addprefix tests/unit/,cli compat families inference kvcache plan replica rl trainers weights)
 OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(EXPERTS))
-NOTEBOOKS := tests/docs/test_notebooks.py
-PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
+PAGES := tests/docs
 # What watches a clock closely: two of them side by side, after all others.
 CHAOS := tests/chaos tests/soak $(addprefix tests/integration/test_,idle.py starved_hosts.py)
 DEATHS := tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
-PROCESSES := $(filter-out $(CHAOS) $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
+PROCESSES := tests/rdma $(filter-out $(CHAOS) $(DEATHS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first; what waits most beside what computes most.
-LANES := test-actors test-units test-guests test-experts test-serve test-processes test-pages test-others test-notebooks
+LANES := test-actors test-units test-experts test-others test-processes test-pages
 
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES) $(LAST)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-deaths test-chaos $(LAST)
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
@@ -104,9 +101,9 @@ test-long: $(DONE)/native-dev
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 
-# All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
+# What needs guests with soft-RoCE devices.
 test-rdma: $(DONE)/native-dev
-	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m "rdma or rdma_full" $(ARGS) tests/rdma
+	FABRIC_RAY_RDMA=require $(BIN)/python -m pytest -q -m rdma $(ARGS) tests/rdma
 
 # Adapters against the published packages of the frameworks, which go to build/adapters, without what
 # they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
@@ -149,10 +146,10 @@ lint-python: $(DONE)/venv
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-# Either build will do.
+# Either build will do. Tests that watch a clock may run beside it.
 lint-native: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	cd native && cargo fmt --all --check
-	cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
+	cd native && nice -n 19 cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
 	$(BIN)/python -m mypy.stubtest fabric_ray._native --mypy-config-file scripts/stubtest.ini
 
 docs: $(DONE)/native

@@ -13,6 +13,8 @@ from tests.ray.actors import _take, stop
 from tests.ray.miles_actors import CONFIG, TP, Engine, Trainer, trained
 from tests.unit.families.pushes import assert_same
 
+pytestmark = pytest.mark.long
+
 BEFORE = ["pause_generation retract", "flush_cache"]
 
 

@@ -399,6 +399,7 @@ def fresh(app: LocalApp, before: set[int]) -> bool:
     return {replica["pid"] for replica in of_role(app, "prefill")} - before != set()
 
 
+@pytest.mark.long
 def test_a_decoder_that_is_killed_is_replaced_and_prefillers_free_its_pages(
     app: LocalApp,
 ) -> None:

@@ -33,6 +33,7 @@ print(ray.get(changed.remote()))
 """
 
 
+@pytest.mark.long
 def test_workers_of_a_job_have_the_backend_and_its_own_variables(cluster: list[str]) -> None:
     import ray
 

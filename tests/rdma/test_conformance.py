@@ -175,7 +175,7 @@ def guests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.timeout(2 * _BOOT_SECONDS + 4 * _SECONDS_PER_RUN)
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, id=run.name, marks=pytest.mark.rdma_full) for run in RUNS],
+    [pytest.param(run, id=run.name, marks=pytest.mark.rdma) for run in RUNS],
 )
 def test_every_promise_holds_between_nics(run: Run, guests: Guests) -> None:
     need_guest("libfabric1")

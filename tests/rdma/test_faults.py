@@ -14,12 +14,6 @@ import pytest
 from tests.rdma.binaries import cases_of, native_test
 from tests.rdma.boot import guest_run, need_guest
 
-# What every run must show: a peer that dies, and a key that is wrong. A guest is slow, so `make
-# test-rdma` has the rest.
-ALWAYS = (
-    "faults::mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew",
-    "peers::rs_4_a_peer_killed_mid_transfer_ends_everything_in_time",
-)
 MODULES = ("faults", "limits", "peers", "rails", "registrations", "shares")
 _RAILS = 2
 
@@ -46,11 +40,6 @@ def _run(tests: list[str], folder: Path, timeout: float) -> None:
 
 
 @pytest.mark.rdma
-def test_a_dead_peer_and_a_forged_key(tmp_path: Path) -> None:
-    _run(list(ALWAYS), tmp_path, timeout=300)
-
-
-@pytest.mark.rdma_full
 @pytest.mark.parametrize("module", MODULES)
 def test_every_fault_ends_as_promised(module: str, tmp_path: Path) -> None:
     tests = cases_of(native_test("verbs"), module)

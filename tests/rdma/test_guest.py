@@ -10,7 +10,7 @@ from tests.rdma.boot import guest_run
 from tests.rdma.guest.machine import EXIT_GUEST_FAILED, EXIT_TIMEOUT
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_a_command_has_devices_a_folder_and_its_own_status(tmp_path: Path) -> None:
     script = (
         'echo "$RDMA_GUEST_DEVICES"; cat /sys/class/infiniband/*/ports/1/state; echo aside >&2; '
@@ -25,7 +25,7 @@ def test_a_command_has_devices_a_folder_and_its_own_status(tmp_path: Path) -> No
     assert [name for name in devices if name in seen] == devices
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 @pytest.mark.parametrize(
     ("command", "timeout", "status", "text"),
     [
@@ -47,7 +47,7 @@ def test_every_end_has_a_status_and_says_why(
     assert (outcome.status, text in outcome.stderr) == (status, True), outcome.stderr
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_a_set_up_that_fails_is_no_guest(tmp_path: Path) -> None:
     setup = tmp_path / "setup.sh"
     setup.write_text("exit 1\n")
@@ -56,7 +56,7 @@ def test_a_set_up_that_fails_is_no_guest(tmp_path: Path) -> None:
     assert "--setup failed" in outcome.stderr
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_a_host_has_a_network_namespace_of_its_own() -> None:
     command = ["ip", "netns", "exec", "host1", "ip", "-o", "-4", "address"]
     outcome = guest_run(command, options=["--netns"]).check()

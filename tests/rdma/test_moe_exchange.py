@@ -9,7 +9,7 @@ import pytest
 from tests.rdma.two_nics import TIMEOUT, passes_between_two_nics
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 @pytest.mark.timeout(TIMEOUT)
 def test_tokens_go_to_their_experts_and_back_between_two_nics(tmp_path: Path) -> None:
     passes_between_two_nics(tmp_path, "exchange", "links", {"FABRIC_MOE_TRANSPORT": "verbs"})

@@ -55,7 +55,7 @@ def test_ours_without_a_figure_over_verbs_is_shown(output: str) -> None:
         Engine().seconds(output, Case(64 * KIB, 1000))
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_every_case_has_a_figure_in_one_boot() -> None:
     rows: list[Row] = []
     beside_perftest(rows.append, turns=3)
@@ -65,7 +65,7 @@ def test_every_case_has_a_figure_in_one_boot() -> None:
         assert all(figure.median > 0 for figure in row.figures)
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_four_rails_have_a_figure_beside_one() -> None:
     rows: list[Row] = []
     four_rails(rows.append, turns=3)

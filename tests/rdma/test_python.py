@@ -76,7 +76,7 @@ def _run(steps: dict[str, str], folder: Path, *, rails: int, timeout: float) -> 
     return _Steps(folder, outcome.stderr)
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_weights_are_pushed_over_two_rails(tmp_path: Path) -> None:
     push = _push("verbs", "rxe_h0r0,rxe_h0r1", "rxe_h1r0,rxe_h1r1")
     steps = _run({"push": push}, tmp_path, rails=2, timeout=300)
@@ -85,7 +85,7 @@ def test_weights_are_pushed_over_two_rails(tmp_path: Path) -> None:
     assert "3 versions, every byte as expected" in said
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_rollouts_pass_a_version_on_and_give_it_to_one_who_joins(tmp_path: Path) -> None:
     relay = shlex.join([sys.executable, str(RELAY), "verbs", "rxe_h0r0", "rxe_h1r0"])
     said = _run({"relay": relay}, tmp_path, rails=1, timeout=600).output("relay")
@@ -93,7 +93,7 @@ def test_rollouts_pass_a_version_on_and_give_it_to_one_who_joins(tmp_path: Path)
     assert "4 rollouts at version 3, every byte as expected" in said
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_the_doctor_sends_bytes_over_every_pair_and_names_seeded_faults(tmp_path: Path) -> None:
     doctor = shlex.join(_DOCTOR)
     # Root is exempt from the limit as long as it may lock everything.

@@ -360,6 +360,7 @@ def test_rs_3_a_trainer_that_is_stopped_is_named_in_time_and_the_next_push_has_i
             each.__exit__()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_trainers_end_that_is_made_again_leaves_no_file_and_no_thread() -> None:
     ranks = _ranks()
