@@ -25,6 +25,8 @@ Handle: TypeAlias = tuple[Tensor, Tensor, int, int]
 """As DeepEP's, without the number of experts."""
 Hook: TypeAlias = Callable[[], None]
 
+DEFAULT_TIMEOUT_MS = 30_000
+
 
 class Buffer:
     """One rank's calls in NIXL-EP's names.
@@ -57,7 +59,7 @@ class Buffer:
         group: Any = None,
         comm: Any = None,
         tcp_store_group: Any = None,
-        timeout_ms: int = 30_000,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
         *,
         engine: TransferEngine | None = None,
         launcher: Launcher | None = None,
@@ -82,6 +84,7 @@ class Buffer:
         """Ranks that the caller has masked for a rank that is new."""
         self._alone: deepep.Buffer | None = None
         """Calls of a rank that is new, while all others are in ``_by_hand``."""
+        self._destroyed = False
 
     is_sm90_compiled = staticmethod(deepep.Buffer.is_sm90_compiled)
     set_num_sms = staticmethod(deepep.Buffer.set_num_sms)
@@ -220,6 +223,12 @@ class Buffer:
             if buffer is not None:
                 buffer.leave()
         self._alone = self._staged = self._buffer = None
+        self._destroyed = True
+
+    @property
+    def runtime(self) -> Buffer | None:
+        """``None`` once destroyed; callers compare it with that, and call nothing of it."""
+        return None if self._destroyed else self
 
     # Low-latency calls
 

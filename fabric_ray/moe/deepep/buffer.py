@@ -17,7 +17,7 @@ from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
 from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
-from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node, wait_for_losses
+from fabric_ray.moe.deepep.shared_calls import Runtime, ranks_of_a_node, wait_for_losses
 from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
@@ -110,6 +110,8 @@ class Buffer(NormalCalls):
                 f"is_intranode is True, and nodes have {ranks_per_node} of {self.group_size} ranks "
                 "each; leave it out"
             )
+        self.runtime: Runtime | None = Runtime(self.group_size // ranks_per_node)
+        """``None`` once destroyed, as DeepEP's."""
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
         self._streams = Streams()
@@ -426,7 +428,7 @@ class Buffer(NormalCalls):
         here."""
         self._exchanges.leave()
         self._low_latency.restart()
-        self._own = None
+        self._own = self.runtime = None
 
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here and their devices are done; a second call does
@@ -439,7 +441,7 @@ class Buffer(NormalCalls):
             self._exchanges.close()
         finally:
             self._low_latency.restart()
-            self._own = None
+            self._own = self.runtime = None
 
     def _run(
         self,

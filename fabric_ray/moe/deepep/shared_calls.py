@@ -14,6 +14,17 @@ from fabric_ray.moe.deepep.normal import Normal
 from fabric_ray.moe.device_memory import is_captured
 
 
+class Runtime:
+    """What callers ask DeepEP's native layer for."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+
+    def get_num_rdma_ranks(self) -> int:
+        """Number of nodes; with more than one, handles of normal calls are those over nodes."""
+        return self._nodes
+
+
 class SharedCalls:
     """Calls of both, and parts of calls."""
 

@@ -50,6 +50,17 @@ def test_callers_imports_are_there() -> None:
     assert done.stdout.strip().startswith(shim_path("deep_ep"))
 
 
+def test_imports_of_nixl_eps_callers_are_there() -> None:
+    program = """
+import nixl_ep
+from nixl_ep.buffer import DEFAULT_TIMEOUT_MS, Buffer
+assert Buffer is nixl_ep.Buffer
+assert Buffer().timeout_ms == DEFAULT_TIMEOUT_MS == 30_000
+"""
+    done = python(program, shim_path("nixl_ep"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_installed_one_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shim = shim_path("deep_ep")
     assert shim not in shim_path()

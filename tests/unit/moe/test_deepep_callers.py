@@ -108,6 +108,8 @@ def test_a_combine_waits_for_the_signals_of_a_gemm(comm: ThreadComm) -> None:
 @on_all_ranks(4)
 def test_tokens_go_by_a_layout_without_their_experts(comm: ThreadComm, per_node: int) -> None:
     buffer = Buffer(None, comm=comm, ranks_per_node=per_node)
+    assert buffer.runtime is not None
+    assert buffer.runtime.get_num_rdma_ranks() == 4 // per_node
     me, local = comm.rank(), EXPERTS // 4
     batches = [batch(r, 6 + r, EXPERTS, TOPK, 40) for r in range(4)]
     x, idx, w = batches[me]
@@ -138,6 +140,7 @@ def test_tokens_go_by_a_layout_without_their_experts(comm: ThreadComm, per_node:
     with pytest.raises(errors.InvalidArgument, match="what dispatch returned"):
         buffer.combine(recv, handle[:3])
     buffer.destroy()
+    assert buffer.runtime is None
 
 
 def check_fields(handle: Any, batches: list[Any], me: int) -> None:

@@ -268,7 +268,9 @@ def test_what_is_wrong_is_named() -> None:
         buffer.disconnect_ranks([0])
     with pytest.raises(invalid, match="num_experts is 3"):
         buffer.dispatch(torch.zeros(1, 512), torch.zeros(1, 1), M, 3)
+    assert buffer.runtime is not None
     buffer.destroy()
+    assert buffer.runtime is None
     with pytest.raises(errors.PeerLost, match="rank 1 did not connect"):
         StoreComm(dist.HashStore(), 0, 2, timeout=0.2).all_gather(b"")
 
