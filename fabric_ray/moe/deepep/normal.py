@@ -194,7 +194,9 @@ class Normal:
             origin = got.parts["origin"][:, 0] if form.origin else None
             fields: Sequence[Tensor] = ()
             if in_rank is not None:
-                fields = handle_fields(in_rank, origin, self.comm.rank(), self._room)
+                fields = handle_fields(
+                    in_rank, origin, self.comm.rank(), self._room, self.ranks_per_node
+                )
             handle = Handle.made(fields, ranks_of, len(got.x), form.topk, gone)
         lane.handle = handle
         return got, handle

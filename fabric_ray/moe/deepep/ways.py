@@ -114,15 +114,28 @@ def _layout_alone(
     return Layout(per_rank.to(torch.int32), per_expert.to(torch.int32), in_rank)
 
 
+_PLACES = {6: (4, 3), 10: (0, 7)}
+"""By the length of a handle, the places of ``is_token_in_rank`` and of a tensor of all rows."""
+
+
 class Handle(tuple[Tensor, ...]):
     """Where the tokens of a dispatch went; later calls may use it any number of times.
 
-    As a tuple it is that of DeepEP's calls on one node, with one channel: int32
-    ``rank_prefix_matrix [ranks, ranks]``, of which only this rank's column is known, the rows that
-    came from ranks up to each; ``channel_prefix_matrix [ranks, 1]``; ``recv_channel_prefix_matrix
-    [ranks, 1]``; ``recv_src_idx [rows]``, each row's number at its source; bool
-    ``is_token_in_rank [tokens, ranks]``; int32 ``send_head [tokens, ranks]``, each token's number
-    among those for a rank, -1 for none.
+    As a tuple it is DeepEP's with one channel. On one node: int32 ``rank_prefix_matrix [ranks,
+    ranks]``, of which only this rank's column is known, the rows that came from ranks up to each;
+    ``channel_prefix_matrix [ranks, 1]``; ``recv_channel_prefix_matrix [ranks, 1]``;
+    ``recv_src_idx [rows]``, each row's number at its source; bool ``is_token_in_rank [tokens,
+    ranks]``; int32 ``send_head [tokens, ranks]``, each token's number among those for a rank, -1
+    for none.
+
+    On several nodes: bool ``is_token_in_rank [tokens, ranks]``; int32 ``rdma_channel_prefix_matrix
+    [nodes, 1]``; ``gbl_channel_prefix_matrix [ranks, 1]``; ``recv_rdma_channel_prefix_matrix
+    [nodes, 1]``; ``recv_rdma_rank_prefix_sum [nodes]``, unknown here and -1;
+    ``recv_gbl_channel_prefix_matrix [ranks, 1]``; ``recv_gbl_rank_prefix_sum [ranks]``, the rows
+    that came from ranks up to each; uint8 ``recv_src_meta [rows, 8]``, two int32: the source's
+    node, and which ranks of this node have the token, of which only this rank is known; int32
+    ``send_rdma_head [tokens, nodes]``, each token's number among those for a node, -1 for none;
+    ``send_nvl_head``, unknown here and without rows.
     """
 
     ranks_of: Tensor
@@ -150,19 +163,21 @@ class Handle(tuple[Tensor, ...]):
         """
         if isinstance(given, Handle):
             return given
-        if not isinstance(given, tuple | list) or len(given) != 6:
+        places = _PLACES.get(len(given)) if isinstance(given, tuple | list) else None
+        if places is None:
             raise InvalidArgument("the handle is none; give what dispatch returned")
-        in_rank = given[4]
-        return cls.made(
-            given, ranks_of(in_rank, in_rank.shape[1]), len(given[3]), topk, frozenset()
-        )
+        in_rank, each_row = (given[place] for place in places)
+        ranks = ranks_of(in_rank, in_rank.shape[1])
+        return cls.made(given, ranks, len(each_row), topk, frozenset())
 
     @property
     def tokens(self) -> int:
         return len(self.ranks_of)
 
 
-def handle_fields(in_rank: Tensor, origin: Tensor | None, rank: int, room: int) -> list[Tensor]:
+def handle_fields(
+    in_rank: Tensor, origin: Tensor | None, rank: int, room: int, ranks_per_node: int
+) -> list[Tensor]:
     """What a :class:`Handle` has as a tuple.
 
     Args:
@@ -170,25 +185,42 @@ def handle_fields(in_rank: Tensor, origin: Tensor | None, rank: int, room: int) 
             each rank before that; ``None`` if unknown.
     """
     ranks, where = in_rank.shape[1], in_rank.device
-    sent = in_rank.sum(0, dtype=torch.int32)[:, None]
-    before = in_rank.cumsum(0, dtype=torch.int32) - 1
-    prefix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=where)
-    numbers = torch.empty(0, dtype=torch.int32, device=where)
+    came = torch.full((ranks,), -1, dtype=torch.int32, device=where)
+    source = numbers = torch.empty(0, dtype=torch.int32, device=where)
     if origin is not None:
         numbers = (origin - 1).clamp(min=0)
-        source = (numbers // room).to(torch.int64)
+        source, numbers = numbers // room, numbers % room
         each = torch.zeros(ranks, dtype=torch.int64, device=where)
-        each.scatter_add_(0, source, torch.ones_like(source))
-        prefix[:, rank] = each.cumsum(0)
-        numbers = numbers % room
+        each.scatter_add_(0, source.to(torch.int64), torch.ones_like(source, dtype=torch.int64))
+        came = each.cumsum(0).to(torch.int32)
+    sent, heads = _sent(in_rank)
+    if ranks_per_node == ranks:
+        prefix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=where)
+        prefix[:, rank] = came
+        return [prefix, sent, torch.zeros_like(sent), numbers, in_rank, heads]
+    nodes = ranks // ranks_per_node
+    to_nodes, node_heads = _sent(in_rank.view(len(in_rank), nodes, ranks_per_node).any(2))
+    here = torch.full_like(source, 1 << rank % ranks_per_node)
+    meta = torch.stack([source // ranks_per_node, here], 1).view(torch.uint8)
     return [
-        prefix,
-        sent,
-        torch.zeros_like(sent),
-        numbers,
         in_rank,
-        torch.where(in_rank, before, -1),
+        to_nodes,
+        sent,
+        torch.zeros_like(to_nodes),
+        torch.full((nodes,), -1, dtype=torch.int32, device=where),
+        torch.zeros_like(sent),
+        came,
+        meta,
+        node_heads,
+        torch.empty((0, ranks_per_node), dtype=torch.int32, device=where),
     ]
+
+
+def _sent(to: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bool ``[tokens, targets]``: int32 tokens for each target ``[targets, 1]``, and each
+    token's number among those for a target, -1 for none."""
+    heads = torch.where(to, to.cumsum(0, dtype=torch.int32) - 1, -1)
+    return to.sum(0, dtype=torch.int32)[:, None], heads
 
 
 def ranks_of(in_rank: Tensor, width: int) -> Tensor:
