@@ -153,9 +153,9 @@ class Buffer:
         """Masks a rank, or takes it back.
 
         A rank that masks all others before its first call runs alone: the others needn't know, and
-        it takes them back by itself. Otherwise ranks are taken back as
-        :meth:`Buffer.low_latency_update_mask_buffer` of DeepEP does: by all connected ranks
-        together, each as many.
+        it takes them back by itself. Taking back a rank that takes part does nothing, and waits for
+        no other rank. A rank that this one has lost or left out is taken back by all connected
+        ranks that miss it together; the rank itself calls :meth:`clean_mask_buffer` meanwhile.
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
@@ -184,7 +184,7 @@ class Buffer:
                 raise used_by_graphs([self.rank])
             self._drop_alone()
             self._by_hand.discard(rank_to_mask)
-        else:
+        elif rank_to_mask in connected.lost or not 0 <= rank_to_mask < connected.group_size:
             connected.low_latency_update_mask_buffer(rank_to_mask)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:

@@ -199,8 +199,29 @@ def test_a_rank_that_is_masked_by_hand_is_left_out_from_the_next_call_on() -> No
             assert event.left_out == {2}
             assert torch.equal(out, unsharded(x, torch.where(idx < 2 * EACH, idx, -1), w))
         met.wait(60)
-        buffer.update_mask_buffer(2, mask=False)  # together: calls have left it out
+        # Together: calls have left it out.
+        buffer.clean_mask_buffer() if rank == 2 else buffer.update_mask_buffer(2, mask=False)
         layer(buffer, 1, ranks, None)
+        buffer.destroy()
+
+    on_threads(ranks, work)
+
+
+def test_a_rank_takes_back_ranks_that_take_part_without_them() -> None:
+    """As SGLang clears marks: each scheduler by its own clock, itself included."""
+    store, ranks, turns = dist.HashStore(), 2, 2
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, ranks, timeout_ms=4000)
+        buffer.connect_ranks(range(ranks))
+        for turn in range(turns):
+            layer(buffer, turn, ranks, None)
+            if turn == rank:
+                for other in range(ranks):
+                    buffer.update_mask_buffer(other, mask=False)
+        layer(buffer, turns, ranks, None)
+        with pytest.raises(errors.InvalidArgument, match="rank 2 is out of range"):
+            buffer.update_mask_buffer(2, mask=False)
         buffer.destroy()
 
     on_threads(ranks, work)
