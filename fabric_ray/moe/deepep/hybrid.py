@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ Handle: TypeAlias = tuple[Any, ...]
 """Of :meth:`HybridEPBuffer.dispatch` seven values, of ``dispatch_with_permute`` eleven, in DeepEP's
 places: tokens that came, int32 ``[1]``, in the fourth; which local experts each is for, bool
 ``[rows, local experts]``, in the fifth; this rank's tokens and an :class:`EPHandle` for the number
-of tokens and the configuration. Maps of kernels are ``None``."""
+of tokens and the configuration. Maps of kernels are ``None``. The eleventh is int32 ``[1]``: 1 if
+rows were dropped."""
 _WAY = {7: 6, 11: 9}
 _WIDEST = struct.Struct("<qq")
 
@@ -182,13 +183,16 @@ class HybridEPBuffer:
             pad_multiple: what each expert's rows are filled up to.
             non_blocking: the counts stay on the device, though this call waits for it; takes
                 ``num_permuted_tokens``.
+            fuse_permute_dispatch: with ``non_blocking``, drops rows beyond ``num_permuted_tokens``:
+                those of the last experts. They are not in the counts, and no part of sums, and the
+                handle's last value, int32 ``[1]``, is 1.
 
         Returns:
             The tokens, ``[rows, hidden]``; their weights ``[rows]`` or ``None``; their scales or
             ``None``; rows of each local expert, int64 on the host; a handle.
 
         Raises:
-            InvalidArgument: more rows come than ``num_permuted_tokens``: no token is dropped.
+            InvalidArgument: more rows come than ``num_permuted_tokens``, and none may be dropped.
         """
         if non_blocking and num_permuted_tokens is None:
             raise InvalidArgument("non_blocking takes num_permuted_tokens; give it")
@@ -198,22 +202,26 @@ class HybridEPBuffer:
         )
         rows = way.num_expanded_tokens
         total = rows if num_permuted_tokens is None else int(num_permuted_tokens)
-        if total < rows:
+        drops = fuse_permute_dispatch and non_blocking if handle is None else _dropped(handle)
+        if total < rows and not drops:
             raise InvalidArgument(
                 f"{rows} rows came, and num_permuted_tokens is {total}; raise it on this rank"
             )
         received, scales, weights = (_filled(one, total) for one in (*found, weights))
         assert received is not None
+        each, room = list[int](), total
+        for came in way.num_recv_tokens_per_expert_list:
+            each.append(min(came, room))
+            room -= each[-1]
         counts = torch.tensor(
-            way.num_recv_tokens_per_expert_list, dtype=torch.int64,
-            device=hidden.device if non_blocking else "cpu",
-        )  # fmt: skip
+            each, dtype=torch.int64, device=hidden.device if non_blocking else "cpu"
+        )
         if handle is None:
-            came = torch.tensor([way.num_recv_tokens], dtype=torch.int32, device=hidden.device)
-            over = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+            number = torch.tensor([way.num_recv_tokens], dtype=torch.int32, device=hidden.device)
+            over = torch.full((1,), total < rows, dtype=torch.int32, device=hidden.device)
             here = _of_experts(way.recv_topk_idx, self._local)
             handle = (
-                None, None, None, came, here, None, None, counts, len(hidden), way, over,
+                None, None, None, number, here, None, None, counts, len(hidden), way, over,
             )  # fmt: skip
         return received, weights, scales, counts, handle
 
@@ -231,6 +239,9 @@ class HybridEPBuffer:
         them."""
         way = _way_of(handle, 11)
         rows = way.num_expanded_tokens
+        if len(hidden) < rows and _dropped(handle):
+            hidden = _filled(hidden, rows)
+            probs = _filled(probs, rows)
         if len(hidden) < rows or (probs is not None and len(probs) < rows):
             raise InvalidArgument(f"{len(hidden)} rows of answers; give the dispatch's {rows}")
         weights = None if probs is None else probs[:rows].contiguous()
@@ -344,6 +355,11 @@ def _way_of(handle: Handle | None, places: int) -> EPHandle:
     return way
 
 
+def _dropped(handle: Handle | None) -> bool:
+    """Whether a ``dispatch_with_permute`` dropped rows; waits for a device."""
+    return handle is not None and bool(handle[-1])
+
+
 def _indices(routing_map: Tensor, probs: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
     """The experts of each token in ascending order, -1 behind them, and their weights."""
     experts = routing_map.shape[1]
@@ -362,9 +378,15 @@ def _of_experts(idx: Tensor, experts: int, weights: Tensor | None = None) -> Ten
     return routes if probs is None else probs
 
 
+@overload
+def _filled(tensor: Tensor, total: int) -> Tensor: ...
+@overload
+def _filled(tensor: Tensor | None, total: int) -> Tensor | None: ...
 def _filled(tensor: Tensor | None, total: int) -> Tensor | None:
+    """``total`` rows: the first ones, and zeros behind them."""
     if tensor is None or len(tensor) == total:
         return tensor
     out = tensor.new_zeros((total, *tensor.shape[1:]))
-    out[: len(tensor)] = tensor
+    most = min(len(tensor), total)
+    out[:most] = tensor[:most]
     return out

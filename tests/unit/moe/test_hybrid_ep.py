@@ -96,6 +96,55 @@ def test_permuted_rows_are_those_of_one_place(ranks: int, pad: int | None) -> No
     on_ranks(ranks, work)
 
 
+@pytest.mark.parametrize("room", [0, PAD, 3 * PAD, 64])
+@on_all_ranks(2)
+def test_rows_beyond_a_budget_are_dropped_where_that_is_asked_for(
+    comm: ThreadComm, room: int
+) -> None:
+    """As Megatron-Core with a capacity factor of a rank: it reads the flag, and repeats the step
+    without one."""
+    me, local = comm.rank(), EXPERTS // 2
+    buffer = HybridEPBuffer(comm, HIDDEN, 16, local)
+    x, routes, probs = routed(me, 2)
+    fused = {"pad_multiple": PAD, "fuse_permute_dispatch": True}
+    whole, all_weights, _, all_counts, _ = buffer.dispatch_with_permute(
+        hidden=x, routing_map=routes, probs=probs, **fused
+    )
+    rows, weights, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=x, routing_map=routes, probs=probs, num_permuted_tokens=room, non_blocking=True,
+        **fused,
+    )  # fmt: skip
+    fits = min(room, len(whole))
+    assert len(rows) == room
+    assert torch.equal(rows[:fits], whole[:fits])
+    assert weights is not None
+    assert all_weights is not None
+    assert torch.equal(weights[:fits], all_weights[:fits])
+    assert handle[-1].tolist() == [int(room < len(whole))]
+    ends = all_counts.cumsum(0).clamp(max=room)
+    assert torch.equal(counts, ends.diff(prepend=ends.new_zeros(1)))
+    # Rows that were dropped are no part of the sums, here and in the backward pass.
+    sums, back = buffer.combine_with_unpermute(
+        hidden=rows, probs=weights, handle=handle, pad_multiple=PAD, fuse_unpermute_combine=True
+    )
+    grads, *_ = buffer.dispatch_with_permute(
+        hidden=-x, handle=handle, num_permuted_tokens=room, **fused
+    )
+    assert torch.equal(grads, -rows)
+    said = comm.all_gather(counts.numpy().tobytes())
+    kept = torch.frombuffer(bytearray(b"".join(said)), dtype=torch.int64)
+    mine = torch.zeros_like(routes)
+    for expert in range(EXPERTS):
+        before = sum(int(routed(r, 2)[1][:, expert].sum()) for r in range(me))
+        tokens = routes[:, expert].nonzero()[:, 0]
+        mine[tokens[: max(int(kept[expert]) - before, 0)], expert] = True
+    assert back is not None
+    assert torch.equal(back, torch.where(mine, probs, 0.0))
+    times = mine.sum(1, keepdim=True)
+    torch.testing.assert_close(sums, (x * times).to(x.dtype), rtol=1e-2, atol=1e-2)
+    buffer.destroy()
+
+
 @pytest.mark.parametrize("per_node", [1, 2])
 @on_all_ranks(4)
 def test_rows_of_tokens_and_weights_of_a_node(comm: ThreadComm, per_node: int) -> None:
