@@ -33,6 +33,10 @@ import deep_ep, fabric_ray.moe.deepep
 assert deep_ep.Buffer is Legacy is Older is fabric_ray.moe.deepep.Buffer
 assert (Handle, Overlap, Again) == (EventHandle, EventOverlap, EventOverlap)
 assert (Elastic, Hybrid, Tuning, Event) == (ElasticBuffer, HybridEPBuffer, Config, EventHandle)
+# A trainer looks for this one before it imports HybridEPBuffer, and asks for the ranks of a node.
+import hybrid_ep_cpp
+from fabric_ray.moe.store_comm import AloneComm
+assert hybrid_ep_cpp.ExtendedMemoryAllocator().detect_accessible_ranks(AloneComm(0, 1)) == 1
 print(deep_ep.__file__)
 """
 
