@@ -51,6 +51,11 @@ class _Lane:
     def on_device(self) -> bool:
         return self.exchange.asynchronous
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has calls of the exchange."""
+        return isinstance(self.exchange, AllToAll) and self.exchange.captured
+
     def came(self, got: Dispatched, known: int | None) -> Dispatched:
         """Only the rows that there are; a device is waited for if their number isn't known."""
         if not self.on_device:
@@ -107,6 +112,8 @@ class Normal:
         self._over_nodes = self.ranks_per_node < exchanges.comm.size()
         self._device: torch.device | None = None
         self._lanes: dict[Form, list[_Lane]] = {}
+        self._in_graphs: list[_Lane] = []
+        """With less room than lanes have by now."""
         self._counts: dict[int, AllToAll] = {}
         self._taken = 0
 
@@ -155,14 +162,17 @@ class Normal:
             self._fixed = max_tokens
 
     def _renew(self, room: int) -> None:
-        """Room for so many tokens of a rank, in other exchanges."""
-        old = [lane.exchange for lanes in self._lanes.values() for lane in lanes]
-        for one in old:
+        """Room for so many tokens of a rank, in other exchanges. Those of CUDA graphs stay: their
+        replays give zeros without them."""
+        old = [lane for lanes in self._lanes.values() for lane in lanes]
+        gone = [lane.exchange for lane in old if not lane.captured]
+        for one in gone:
             one.expect_departures()
         # No rank leaves while another one would log it as lost.
         if old:
             agree(self.gather, b"")
-        self._exchanges.forget(old)
+        self._in_graphs += [lane for lane in old if lane.captured]
+        self._exchanges.forget(gone)
         self._lanes.clear()
         self._room = room
 
@@ -268,7 +278,7 @@ class Normal:
             PeerLost: a rank was lost without which sums are incomplete, or in whose place a handle
                 has rows.
         """
-        for lanes in list(self._lanes.values()):  # others may make more meanwhile
+        for lanes in [*self._lanes.values(), self._in_graphs]:  # others may make more meanwhile
             for lane in lanes:
                 lane.exchange.check()
                 relied, lane.relied = lane.relied, None

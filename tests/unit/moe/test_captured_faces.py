@@ -202,6 +202,44 @@ def test_a_dispatch_that_waits_for_a_device_is_refused_before_anything_is_launch
     hybrid.destroy()
 
 
+@on_all_ranks(2)
+def test_replays_go_on_when_buffers_have_grown(
+    comm: ThreadComm, host: Host, captured: Capture
+) -> None:
+    graph = Graph()
+    buffer = Buffer(comm=comm, launcher=graph.launcher(host.another()))
+
+    def dispatch(tokens: int) -> tuple[Tensor, Any, Tensor]:
+        x, idx, w = batch(comm.rank(), tokens, EXPERTS, TOPK, HIDDEN)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
+        assert isinstance(rows, Tensor)
+        buffer.combine(rows, handle)
+        return x, handle, rows
+
+    def again() -> tuple[Tensor, Tensor]:
+        repeated, *_ = buffer.dispatch(x, handle=handle)
+        assert isinstance(repeated, Tensor)
+        sums, *_ = buffer.combine(repeated, handle)
+        return repeated, sums
+
+    x, handle, rows = dispatch(M)
+    again()  # makes the exchange
+    with captured(), graph.capture():
+        repeated, sums = again()
+    graph.replay()
+    buffer.check()
+    wanted = sums.clone()
+    dispatch(200)
+    x.neg_()
+    comm.all_gather(b"")
+    graph.replay()
+    buffer.check()
+    assert torch.equal(repeated, -rows)
+    assert torch.equal(sums, -wanted)
+    buffer.destroy()
+
+
 class Placed:
     """A launcher that notes behind which steps of a graph it launches."""
 
