@@ -86,12 +86,15 @@ class Architecture(msgspec.Struct, frozen=True):
     """Modules whose weights engines keep quantised, where that is known."""
     unknown_layout: str = ""
     """Why engines' layouts of it are not known, if so."""
+    unknown_megatron: str = ""
+    """Why Megatron-Core's layout of it is not known, if so."""
 
 
 _DELTA = (
     "engines merge and interleave the projections of linear attention, and a push copies bytes in "
     "their order"
 )
+_NO_DELTA = "it has no rules for the projections of linear attention"
 _DEEPSEEK = {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536}
 
 ARCHITECTURES: dict[Kind, Architecture] = {
@@ -164,6 +167,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             qk_norm="always",
             defaults={"num_key_value_heads": 2, "head_dim": 256},
             unknown_layout=_DELTA,
+            unknown_megatron=_NO_DELTA,
         ),
         Architecture(
             "qwen3_5_text",
@@ -173,6 +177,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             qk_norm="always",
             defaults={"num_key_value_heads": 4, "head_dim": 256},
             unknown_layout=_DELTA,
+            unknown_megatron=_NO_DELTA,
         ),
         Architecture(
             "qwen3_5_moe_text",
@@ -184,6 +189,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             qk_norm="always",
             defaults={"num_key_value_heads": 2, "head_dim": 256},
             unknown_layout=_DELTA,
+            unknown_megatron=_NO_DELTA,
         ),
         Architecture(
             "gemma3_text",
@@ -198,6 +204,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
                 "tie_word_embeddings": True,
             },
             quantised=(*_ATTENTION, *_MLP),
+            unknown_megatron="it has no rules for the norms before and after the MLP",
         ),
         Architecture(
             "gpt_oss",
@@ -206,6 +213,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
             defaults={"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True},
             unknown_layout="engines transpose its stacked experts ([experts, hidden, 2 * "
             "intermediate], gate and up interleaved), and a push copies bytes in their order",
+            unknown_megatron="it has no rules for stacked experts and attention sinks",
         ),
         Architecture(
             "glm4",

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
+from fabric_ray.models.kinds import ARCHITECTURES
 from fabric_ray.plan.types import Container, DType, Layout, Pad, Side, Tensor
-from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
+from fabric_ray.weights.families.errors import Indivisible, InvalidRanks, UnknownFamily
 from fabric_ray.weights.families.matching import Match, filled, match
 from fabric_ray.weights.families.placing import Grid, fuse
 from fabric_ray.weights.families.rules import Family
@@ -57,11 +58,26 @@ def megatron_side(
     Raises:
         FamilyError: one of its subclasses, which says what doesn't fit and what would.
     """
+    if family is None:
+        _check_known(config)
     table = family or megatron_family(
         layers=layers, experts=experts, vocab_multiple=vocab_multiple * parallel.tp
     )
     trainer = _Trainer(config, parallel, table, stages)
     return Side.of(parallel.world, list(trainer.containers()))
+
+
+def _check_known(config: ModelConfig) -> None:
+    """Refuses models of which Megatron's table lacks rules."""
+    why = ARCHITECTURES[config.kind].unknown_megatron
+    if config.nest and not why:
+        why = f"it has no names for the text model of {config.nest}"
+    if why:
+        raise UnknownFamily(
+            f"Megatron's table doesn't lay out {config.kind}: {why}; pass a Family of your own, or "
+            "gather Hugging Face's parameters and push by way of a ModuleReplica",
+            family=config.kind,
+        )
 
 
 def local_tensors(

@@ -180,11 +180,14 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     )
 
 
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+"""Published models by name: billions of parameters, and the fields of ``config.json``."""
+
+
 def _from_published() -> Iterator[tuple[str, ModelConfig]]:
     """One model of each architecture with a known layout that has no model above."""
     done = {config.kind for config in (SMALL | LAID_OUT | NESTED).values()}
-    file = Path(__file__).with_name("published_configs.json")
-    for published in json.loads(file.read_text()).values():
+    for published in PUBLISHED.values():
         config = config_from_hf(published["config"], quantised=True)
         if config.kind not in done and not ARCHITECTURES[config.kind].unknown_layout:
             done.add(config.kind)

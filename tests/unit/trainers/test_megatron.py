@@ -14,7 +14,8 @@ from torch import nn
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.models import ModelConfig
+from fabric_ray.models import ModelConfig, config_from_hf
+from fabric_ray.models.kinds import ARCHITECTURES
 from fabric_ray.plan import Side, plan
 from fabric_ray.weights.families import (
     Family,
@@ -23,6 +24,7 @@ from fabric_ray.weights.families import (
     InvalidRanks,
     Part,
     Rule,
+    UnknownFamily,
     Whole,
     target_side,
 )
@@ -32,12 +34,13 @@ from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_family, megatron_side
 from tests.examples import examples
 from tests.unit.families.pushes import Memory, assert_same, noise, pushed, raw
-from tests.unit.models.small_models import FROM_PUBLISHED, LAID_OUT, SMALL, small
+from tests.unit.models.small_models import FROM_PUBLISHED, LAID_OUT, PUBLISHED, SMALL, small
 from tests.unit.trainers.megatron_rules import Rank, Sizes
 
 MODELS = {
     name: msgspec.structs.replace(config, dtype="bfloat16")
     for name, config in (SMALL | LAID_OUT | FROM_PUBLISHED).items()
+    if not ARCHITECTURES[config.kind].unknown_megatron
 }
 MODELS["one kv head"] = small("llama", kv_heads=1, qkv_bias=True, dtype="bfloat16")
 MODELS["many kv heads"] = small("llama", kv_heads=4, qkv_bias=True, dtype="bfloat16")
@@ -219,6 +222,18 @@ def test_parallel_sizes_that_mean_nothing(sizes, words):
 def test_models_that_the_ranks_cannot_share(name, sizes, options, kind, words):
     with pytest.raises(kind, match=words):
         megatron_side(MODELS[name], Parallel(**sizes), **options)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_laid_out_or_refused_with_the_reason(name):
+    config = config_from_hf(PUBLISHED[name]["config"], quantised=True)
+    why = ARCHITECTURES[config.kind].unknown_megatron or (config.nest and "the text model of")
+    if not why:
+        assert config.kind in {model.kind for model in MODELS.values()}
+        return
+    with pytest.raises(UnknownFamily, match="ModuleReplica") as caught:
+        megatron_side(config, Parallel())
+    assert why in str(caught.value)
 
 
 def test_a_table_of_ones_own_is_all_that_another_trainer_needs():
