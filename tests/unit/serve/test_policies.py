@@ -13,17 +13,29 @@ from pydantic import ValidationError
 pytest.importorskip("ray")
 
 from ray import serve
-from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+    RunningReplicaInfo,
+)
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.request_router import RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.tokenizer import ByteTokenizer
 from fabric_ray.serve import BadRequest, DecodeArgs, PrefillArgs, ServeArgs, build_app
 from fabric_ray.serve.errors import Busy
-from fabric_ray.serve.messages import Failed
+from fabric_ray.serve.messages import Failed, Generate
 from fabric_ray.serve.prefillers import least_loaded
-from fabric_ray.serve.routing import PrefillRouter, PrefixMemory, prefer_prefix, prompt_blocks
+from fabric_ray.serve.routing import (
+    PrefillRouter,
+    PrefixMemory,
+    PrefixRouter,
+    prefer_prefix,
+    prompt_blocks,
+)
 from fabric_ray.serve.scaling import replicas_for, with_policy
 from fabric_ray.serve.stop_text import StopTextFilter
 
@@ -48,8 +60,44 @@ class Named(RunningReplica):
         self._replica_info = RunningReplicaInfo(of, None, None, None, name, 8, **told)
 
 
+def router_of(policy: type[RequestRouter], **parameters: Any) -> Any:
+    """A policy as Serve makes it, without replicas."""
+    router = policy(DeploymentID("Decode", "app"), DeploymentHandleSource.REPLICA)
+    router.initialize_state(**parameters)
+    return router
+
+
+def request(*args: Any, **kwargs: Any) -> PendingRequest:
+    return PendingRequest(args=[*args], kwargs=kwargs, metadata=RequestMetadata("r", "r"))
+
+
+async def test_a_decoder_that_has_seen_the_prompt_is_preferred_until_it_dies() -> None:
+    router = router_of(PrefixRouter, slack=4)
+    a, b = Named("a"), Named("b")
+    for replica, waiting in ((a, 3), (b, 1)):
+        router.replica_queue_len_cache.update(replica.replica_id, waiting)
+    tokens = tuple(range(8))
+    blocks = prompt_blocks(tokens, block_tokens=4, most=8)
+    prompt = request(Generate(id="r", tokens=tokens, max_tokens=1, blocks=blocks))
+    assert await router.choose_replicas([a, b], prompt) == [[b, a]]
+    router.on_request_routed(prompt, a.replica_id, None)
+    assert await router.choose_replicas([a, b], prompt) == [[a], [b]]
+    assert await router.choose_replicas([b, a]) == [[b, a]], "not a prompt"
+    router.on_replica_actor_died(a.replica_id)
+    assert await router.choose_replicas([b], prompt) == [[b]]
+    router.replica_queue_len_cache.update(a.replica_id, 3)
+    assert await router.choose_replicas([a, b], prompt) == [[b, a]]
+
+
+@pytest.mark.parametrize("policy", [PrefixRouter, PrefillRouter])
+async def test_serve_waits_between_attempts_to_route_a_request(policy: type[RequestRouter]) -> None:
+    prompt = request()
+    assert await router_of(policy).choose_replicas([], prompt) == []
+    assert prompt.routing_context.should_backoff, "the router's event loop would spin"
+
+
 async def test_prefillers_that_have_not_told_how_they_are_met_are_not_named() -> None:
-    router = PrefillRouter.__new__(PrefillRouter)
+    router = router_of(PrefillRouter)
     offer = {"replica_metadata": {"name": "prefill-x", "offer": "eA=="}}
     busy, idle = Named("busy", routing_stats={"load": 3.0}, **offer), Named("idle", **offer)
     fresh, other = Named("fresh"), Named("other", replica_metadata={"name": "prefill-y"})
