@@ -26,8 +26,13 @@ _EXPERTS = re.compile(r"(.*\.experts)\..*")
 def by_transformers(fields: dict[str, Any]) -> dict[str, Shape]:
     """Names and shapes of the parameters of the text model, and of routers' correction biases,
     which are buffers there."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise SystemExit(
+            f"nothing was compared: {error}; run `pip install torch transformers` here"
+        ) from error
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
