@@ -7,15 +7,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
+
+from fabric_ray.engine.config import TransportName
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/design/promises.md"
 CRATES = ("native/engine", "native/kvcache", "native/moe")
 BASES = ("", *(f"{crate}/{part}" for crate in CRATES for part in ("src", "tests")))
-TRANSPORTS = {"verbs", "libfabric", "tcp", "shm", "cuda_ipc", "file", "sim"}
+TRANSPORTS = {*get_args(TransportName), "sim"}
 IN_TESTS = re.compile(r"\n#\[cfg\(.*test.*\)\]\nmod \w+ \{")
 
 
