@@ -51,6 +51,8 @@ class Loop:
 
     async def run(self) -> dict[str, Any]:
         """Returns what was found, as JSON can hold it."""
+        # Trainers ask rollouts, whose answer has a deadline: an engine may take longer to start.
+        await asyncio.gather(*(r.is_paused.remote() for r in self._rollouts))
         store = await self._trainers[0].serve.remote()
         await asyncio.gather(*(t.start.remote(store, self._rollouts) for t in self._trainers))
         first = await self._push(1)
