@@ -28,7 +28,7 @@ from fabric_ray.demo.options import KvCache as Options
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
-from fabric_ray.serve.instance import load_model, tokenizer
+from fabric_ray.serve.instance import check_model, load_model, tokenizer
 
 PROMPT = "Pages leave layer by layer, while the next layer is computed."
 _PROMPTS, _PROMPT_TOKENS = 16, 96
@@ -159,11 +159,14 @@ def run(options: Options, tell: Tell) -> Outcome:
         FabricError: the deployment didn't come up.
     """
     options.check()
+    # A wrong model or tp ends here, before any process is started.
+    args = serve_args(options)
+    check_model(args)
     with cluster(options.address):
         tell("stage", "starting Ray Serve: a router, a prefiller, a decoder")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            with run_local(serve_args(options), port=_free_port()) as app:
+            with run_local(args, port=_free_port()) as app:
                 return _on(app, options, tell)
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]

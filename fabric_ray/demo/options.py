@@ -72,6 +72,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument for what can't be run, before anything is started."""
+        check_least(self, prefill_tp=1, decode_tp=1)
         if self.clients < 1 or self.seconds <= 0 or self.max_tokens < 1:
             raise InvalidArgument("give at least one client, one token and some seconds")
 

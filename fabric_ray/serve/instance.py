@@ -29,6 +29,7 @@ from fabric_ray.serve.chat import ChatTemplate, load_chat_template
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.engines import Role, checked, load_factory
 from fabric_ray.serve.errors import BadRequest
+from fabric_ray.weights.families import target_containers
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,12 @@ def check_model(args: ServeArgs) -> None:
         InvalidArgument: the engine can't be imported.
         InferenceError: the chat template can't be read.
         ModelError: the directory's files are damaged.
+        FamilyError: ``tp`` ranks can't share the model.
     """
     if args.engine is None:
-        model_config(args)
+        config = model_config(args)
+        for tp in {args.prefill.tp, args.decode.tp}:
+            target_containers(config, tp=tp, rank=0)
     else:
         load_factory(args.engine)
     chat_template(args)

@@ -147,11 +147,11 @@ def run_local(
         name: of the application.
         timeout: seconds for each step of the start.
     """
+    args = args or ServeArgs()
+    check_model(args)
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    args = args or ServeArgs()
-    check_model(args)
     client: Any = _get_global_client()
     port = client.http_config.port  # of a Serve that ran already, another one
     app = LocalApp(args, url=f"http://{host}:{port}", name=name)
