@@ -10,6 +10,7 @@ from typing import Any, get_args
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig, read_config
 from fabric_ray.models.config import DTypeName
+from fabric_ray.models.errors import UnsupportedModel
 from fabric_ray.models.presets import PRESETS, preset
 from fabric_ray.weights.forecast import Rollouts, Trainers
 from fabric_ray.weights.quant import Cast, Format, Formats, Fp8, Int8, linear_formats
@@ -33,6 +34,12 @@ def model(text: str) -> ModelConfig:
     """
     if text.lower() not in PRESETS and Path(text).exists():
         return read_config(text, quantised=True)
+    if "/" in text:
+        raise UnsupportedModel(
+            f"there is no file or directory {text!r}; give the path of a config.json or of its "
+            "directory",
+            model_type=None,
+        )
     return preset(text)
 
 

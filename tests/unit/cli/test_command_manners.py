@@ -102,6 +102,7 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         ("bench --resume /proc/self/status", Code.IMPOSSIBLE, "not a file of benchmark results"),
         ("bench --picture /no/such/folder/a.svg", Code.IMPOSSIBLE, "is no directory"),
         ("plan no-model --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "no-model"),
+        ("plan /no/x --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "no file or directory"),
         ("simulate llama-3.1-8b --trainer x=8 --rollout tp=4", Code.IMPOSSIBLE, "x=8"),
         ("trace /no/such/file", Code.IMPOSSIBLE, "no flight records"),
         (f"trace {__file__}", Code.IMPOSSIBLE, "no flight records"),
