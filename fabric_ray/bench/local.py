@@ -50,6 +50,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
     """That this process may use."""
     turns: int
+    """The fewest of a figure: rows that ``results`` already had may have more or less than asked
+    for."""
     seconds: float
     rows: tuple[Row, ...]
     """One for each transport and size, with its floor, where it has one, and ours; then, in us, one
@@ -96,12 +98,13 @@ def measure(
             keys.append(header.key)
             if not results.has(header.key):
                 _measure(header, runs, turns, results, tell)
+    rows = tuple(results.rows[key] for key in keys)
     return Report(
         cpu=cpu(),
         cores=len(os.sched_getaffinity(0)),
-        turns=turns,
+        turns=min(len(figure.turns) for row in rows for figure in row.figures),
         seconds=time.perf_counter() - began,
-        rows=tuple(results.rows[key] for key in keys),
+        rows=rows,
     )
 
 

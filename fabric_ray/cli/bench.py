@@ -91,8 +91,10 @@ def bench(
         return
     console = stdout()
     console.print(_table(report.rows))
+    most = max(len(figure.turns) for row in report.rows for figure in row.figures)
+    medians = f"{report.turns} turns" if most == report.turns else f"{report.turns} to {most} turns"
     console.print(
-        f"{report.cpu}, {report.cores} cores; medians of {report.turns} turns; every byte was "
+        f"{report.cpu}, {report.cores} cores; medians of {medians}; every byte was "
         f"compared; {report.seconds:.1f} s",
         highlight=False,
     )

@@ -57,6 +57,13 @@ def test_what_was_measured_before_an_interruption_is_kept_and_not_measured_again
     assert all(row.complete for row in load(path).rows)
 
 
+def test_rows_of_an_earlier_run_are_reported_with_the_turns_that_they_have(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    bench.measure(transports=["shm"], sizes=[4096], turns=1, results=Results(path))
+    report = bench.measure(transports=["shm"], sizes=[4096], turns=3, results=Results(path))
+    assert report.turns == 1
+
+
 @pytest.mark.parametrize("name", ["copy", "socket", "shm"])
 def test_bytes_that_arrived_wrong_are_noticed(name: str) -> None:
     found = Copy() if name == "copy" else Pair(name)
