@@ -41,6 +41,7 @@ _PINGS = 200
 _TIMEOUT_S = 60.0
 """For one turn: long enough for any machine, and an end where the other side is gone."""
 _FLOORS = {"shm": "copy", "tcp": "socket"}
+_MEASURED = ("shm", "tcp", "verbs", "libfabric")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,11 @@ def measure(
             raise InvalidArgument(f"a write of {nbytes} bytes can't be measured; give 1 to {_POOL}")
     if turns < 1 or not transports:
         raise InvalidArgument("nothing is to be measured; give transports, and 1 turn or more")
+    for name in transports:
+        if name not in _MEASURED:
+            raise InvalidArgument(
+                f"transport {name!r} can't be measured; give some of {', '.join(_MEASURED)}"
+            )
     began = time.perf_counter()
     results = Results(None) if results is None else results
     known = list(dict.fromkeys(transports))

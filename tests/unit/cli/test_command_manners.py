@@ -99,6 +99,7 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         ("bench --sizes 4kb", Code.IMPOSSIBLE, "'4kb' is no size"),
         ("bench --sizes 1GiB", Code.IMPOSSIBLE, "1073741824 bytes can't be measured"),
         ("bench --transports smoke", Code.IMPOSSIBLE, "smoke"),
+        ("bench --transports file", Code.IMPOSSIBLE, "'file' can't be measured; give some of shm"),
         ("bench --resume /proc/self/status", Code.IMPOSSIBLE, "not a file of benchmark results"),
         ("bench --picture /no/such/folder/a.svg", Code.IMPOSSIBLE, "is no directory"),
         ("plan no-model --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "no-model"),
