@@ -69,6 +69,8 @@ def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path) -> None:
         assert len(found) == cell.source.count("plt.subplots("), cell.source
         assert all(map(has_marks, found)), cell.source
     assert "arrived" in notebook.cells[-1].outputs[0].text
+    # A file that stayed could be taken for the figures of a later run.
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_needs_a_clone_is_left_out_in_words_elsewhere(
