@@ -61,8 +61,10 @@ build-rust-tests: $(DONE)/tools
 test-rust: export FABRIC_SIM_RUNS ?= 2000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 40
 test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
+# What faster ones nearly cover.
+SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run
 test-rust: $(DONE)/tools
-	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
+	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet -- $(addprefix --skip ,$(SLOW_RUST))
 
 # Most of what waits for actors or other processes is waiting: they run side by side with what computes.
 ACTORS := tests/ray
@@ -97,7 +99,7 @@ $(LANES) test-deaths test-chaos: test-%: $(DONE)/native-dev
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
-	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- schedules pruned_orders tokens_flow_on)
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- $(SLOW_RUST) schedules pruned_orders tokens_flow_on)
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 

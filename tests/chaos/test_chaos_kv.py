@@ -15,7 +15,7 @@ from tests.chaos.kv.world import KvWorld
 from tests.chaos.world import Summary
 
 # A seed whose first rounds have a bit of everything.
-SEED, ROUNDS = 1, 20
+SEED, ROUNDS = 1, 12
 
 
 def test_requests_for_pages_end_right_or_with_a_cause_in_chaos() -> None:

@@ -7,11 +7,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from tests.lacks import lacks
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_documentation_is_built_without_a_complaint(tmp_path: Path) -> None:
     if find_spec("mkdocs") is None:
         lacks("FABRIC_RAY_DOCS", "mkdocs isn't installed: pip install '.[docs]'")

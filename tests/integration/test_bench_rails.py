@@ -58,6 +58,7 @@ def test_a_loss_is_seen_slice_by_slice(short: str) -> None:
     assert done == report.summary.bytes == sum(map(sum, report.arrived))
 
 
+@pytest.mark.long
 def test_the_same_scenario_has_the_same_figures(short: str) -> None:
     assert simulate(short) == simulate(short)
 

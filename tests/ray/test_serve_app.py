@@ -30,6 +30,9 @@ from tests.integration import own_engine
 from tests.ports import free_ports
 from tests.processes import within
 
+# Each replica is a process that imports torch; test_serve_loops.py has the same without.
+pytestmark = pytest.mark.long
+
 TOKEN = "0f" * 32
 TEMPLATE = Path(__file__).parents[2] / "examples/serve/chat.jinja"
 ARGS = ServeArgs.model_validate(
@@ -207,7 +210,6 @@ def test_the_id_that_a_client_gives_is_that_of_its_answer(client: Any) -> None:
     assert raw.parse().id == "chatcmpl-mine-1"
 
 
-@pytest.mark.long
 def test_an_engine_of_ones_own_is_served_from_a_file(app: LocalApp, tmp_path: Path) -> None:
     shutil.copy(own_engine.__file__, tmp_path / "my_engine.py")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
@@ -253,7 +255,6 @@ def test_a_client_that_hangs_up_frees_its_pages(app: LocalApp) -> None:
     assert sum(replica.get("cancelled", 0) for replica in after) == before + 1
 
 
-@pytest.mark.long
 def test_too_many_requests_are_turned_away_and_told_when_to_return(app: LocalApp) -> None:
     asked = prompts(40, seed=2)
     with ThreadPoolExecutor(40) as pool:
@@ -301,7 +302,6 @@ def test_connections_that_send_no_body_keep_no_request_out(app: LocalApp) -> Non
     within(30, "forgetting", lambda: router_count(app, "reading") == 0)
 
 
-@pytest.mark.long
 def test_health_fails_while_no_request_can_be_taken(app: LocalApp) -> None:
     with ThreadPoolExecutor(ARGS.router.max_requests) as pool:
         asked = prompts(ARGS.router.max_requests, seed=9)
@@ -325,7 +325,6 @@ def health(app: LocalApp) -> int:
         return connection.getresponse().status
 
 
-@pytest.mark.long
 def test_prefillers_are_added_while_all_others_go_on(app: LocalApp) -> None:
     before = {replica["pid"] for replica in app.stats()}
     app.scale("Prefill", 2)
@@ -338,7 +337,6 @@ def test_prefillers_are_added_while_all_others_go_on(app: LocalApp) -> None:
     assert all(replica["computed_prompts"] for replica in of_role(app, "prefill"))
 
 
-@pytest.mark.long
 def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -> None:
     """RS-4, RS-1: its prompts are computed by the other; none of their tokens is wrong."""
     app.scale("Prefill", 2)
@@ -355,7 +353,6 @@ def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -
     assert victim not in {replica["pid"] for replica in wait_idle(app)}
 
 
-@pytest.mark.long
 def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) -> None:
     """RS-4, RS-1: one that stands still, and may write what it has begun when it goes on."""
     app.scale("Prefill", 2)
@@ -380,7 +377,6 @@ def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) 
     wait_idle(app, 60)
 
 
-@pytest.mark.long
 def test_a_prefiller_that_fails_its_health_checks_is_replaced(app: LocalApp) -> None:
     within(60, "a prefiller", lambda: of_role(app, "prefill"))
     before = {replica["pid"] for replica in of_role(app, "prefill")}
@@ -399,7 +395,6 @@ def fresh(app: LocalApp, before: set[int]) -> bool:
     return {replica["pid"] for replica in of_role(app, "prefill")} - before != set()
 
 
-@pytest.mark.long
 def test_a_decoder_that_is_killed_is_replaced_and_prefillers_free_its_pages(
     app: LocalApp,
 ) -> None:

@@ -255,6 +255,7 @@ def ran(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_the_commands_connect_and_print_json() -> None:
     listening = [COMMAND, "doctor", "--listen", "--json", "--wait", "100"]
     with subprocess.Popen(listening, stdout=subprocess.PIPE, text=True) as process:

@@ -180,7 +180,7 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("fabric-ray be", {"bench"}),
+        pytest.param("fabric-ray be", {"bench"}, marks=pytest.mark.long),
         pytest.param("fabric-ray demo w", {"weights"}, marks=pytest.mark.long),
         pytest.param("fabric-ray top --i", {"--interval"}, marks=pytest.mark.long),
         ("fabric-ray demo weights --transport ", {"auto", "shm", "tcp"}),
@@ -273,8 +273,8 @@ def test_the_documented_codes_are_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "doctor --budget 5",
-        "topo",
+        pytest.param("doctor --budget 5", marks=pytest.mark.long),
+        pytest.param("topo", marks=pytest.mark.long),
         pytest.param("bench --sizes 4KiB --turns 1 --transports tcp", marks=pytest.mark.long),
         pytest.param(
             "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --rank 1", marks=pytest.mark.long
@@ -326,12 +326,15 @@ def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("plan qwen3-30b-a3b --trainer fsdp=2,ep=8 --rollout tp=8,ep=8 --json", "planning"),
+        pytest.param(
+            *("plan qwen3-30b-a3b --trainer fsdp=2,ep=8 --rollout tp=8,ep=8 --json", "planning"),
+            marks=pytest.mark.long,
+        ),
         ("simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json", "simulating"),
         pytest.param(
             *("bench --sizes 64KiB --turns 1 --json", "turn 1 of 1"), marks=pytest.mark.long
         ),
-        ("doctor --budget 5 --json", "looking"),
+        pytest.param("doctor --budget 5 --json", "looking", marks=pytest.mark.long),
     ],
 )
 def test_progress_is_shown_at_a_terminal(arguments: str, words: str) -> None:

@@ -121,10 +121,10 @@ def test_vocabularies_are_padded_with_zeros_at_the_end(vocab, tp, rows, held):
 @pytest.mark.parametrize(
     ("name", "tp", "ep", "replicas"),
     [
-        ("llama-3.1", 2, 1, 1),
-        ("qwen2", 4, 1, 2),
-        ("qwen2_moe", 4, 4, 1),
-        ("qwen3", 4, 1, 1),
+        pytest.param("llama-3.1", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("qwen2", 4, 1, 2, marks=pytest.mark.long),
+        pytest.param("qwen2_moe", 4, 4, 1, marks=pytest.mark.long),
+        pytest.param("qwen3", 4, 1, 1, marks=pytest.mark.long),
         ("qwen3_moe", 4, 2, 2),
     ],
 )

@@ -49,7 +49,9 @@ def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer
         each.__exit__()
 
 
-@pytest.mark.parametrize("trainers", ["tcp", "file"], indirect=True)
+@pytest.mark.parametrize(
+    "trainers", ["tcp", pytest.param("file", marks=pytest.mark.long)], indirect=True
+)
 def test_rank_0_gets_the_answers_of_all_ranks(trainers: Trainers) -> None:
     for _ in range(2):
         assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
@@ -168,6 +170,7 @@ def test_rs_4_a_trainer_that_is_killed_is_named_at_once(trainers: Trainers, whic
     assert time.monotonic() - start < TIMEOUT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closes", [True, False])
 def test_ends_that_are_closed_or_dropped_leave_no_file_and_no_thread(
     trainers: Trainers, closes: bool

@@ -337,6 +337,7 @@ def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothi
             each.__exit__()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_rs_3_a_trainer_that_is_stopped_is_named_in_time_and_the_next_push_has_it() -> None:
     ranks = _ranks(5.0)
@@ -376,6 +377,7 @@ def test_a_trainers_end_that_is_made_again_leaves_no_file_and_no_thread() -> Non
             each.__exit__()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_rs_4_a_trainer_whose_module_is_refused_is_named_on_all_ranks() -> None:
     ranks = _ranks()

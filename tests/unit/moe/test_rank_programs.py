@@ -26,7 +26,7 @@ def others(host: Host) -> Iterator[list[Other]]:
 #: What the others have: formats of sums in test_moe_on_host, casts in test_token_casts, few tokens
 #: and rows that come by turns in test_direct_stores.
 IN_THE_GATE = {
-    "bf16", "fp8 packed ue8m0", "turns of fp8", "by the engine alone",
+    "fp8 packed ue8m0", "by the engine alone",
 }  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def test_each_case_has_the_bits_of_one_place_and_is_captured(
     check_case(others, case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES[::6], ids=lambda case: case.name)
 def test_ranks_with_kernels_and_without_are_one_exchange(host: Host, case: Case) -> None:
     with ranks("tcp", [lambda: OnProcessor(host), NoKernels], Thread) as both:
@@ -63,7 +64,7 @@ def test_gradients_have_the_bits_of_ranks_without_kernels(faces: list[Other]) ->
     faces_checks.check_gradients(faces)
 
 
-@pytest.mark.parametrize("how", ["plain", "hook", "captured"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.long), "hook", "captured"])
 def test_deepep_calls_have_the_sums_of_one_place(faces: list[Other], how: str) -> None:
     faces_checks.check_deepep(faces, how)
 

@@ -78,7 +78,13 @@ class Processes:
         return [actor.hear(timeout + 120.0) for actor in actors]  # the first one starts them
 
 
-@pytest.mark.parametrize("replica", [False, True], ids=["shards", "replica"])
+@pytest.mark.parametrize(
+    "replica",
+    [
+        pytest.param(False, id="shards"),
+        pytest.param(True, id="replica", marks=pytest.mark.long),
+    ],
+)
 def test_rs_1_a_trainer_that_fails_alone_leaves_no_other_waiting_in_a_gather(
     tmp_path: Path, replica: bool
 ) -> None:

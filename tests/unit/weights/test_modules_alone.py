@@ -182,7 +182,7 @@ def filled_by_pushes(connection: Any, store: str, tensor_parallel: bool) -> None
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("tensor_parallel", [False, True])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_rs_1_a_module_that_fsdp_has_gathered_computes_with_what_was_pushed(
     tmp_path: Path, tensor_parallel: bool
 ) -> None:
