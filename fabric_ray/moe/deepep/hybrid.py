@@ -180,6 +180,7 @@ class HybridEPBuffer:
 
         Args:
             num_permuted_tokens: rows of the results, at least those that come; these if ``None``.
+                With a handle, at least those that its dispatch kept.
             pad_multiple: what each expert's rows are filled up to.
             non_blocking: the counts stay on the device, though this call waits for it; takes
                 ``num_permuted_tokens``.
@@ -196,20 +197,25 @@ class HybridEPBuffer:
         """
         if non_blocking and num_permuted_tokens is None:
             raise InvalidArgument("non_blocking takes num_permuted_tokens; give it")
+        budget = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        if budget is not None and budget < 0:
+            raise InvalidArgument(f"num_permuted_tokens is {budget}; give at least 0")
         routes = self._routes(topk_idx, topk_weights, num_of_experts, routing_map, probs)
         found, weights, way = self._send(
             hidden, scaling_factor, routes, handle, max(pad_multiple or 1, 1), True
         )
         rows = way.num_expanded_tokens
-        total = rows if num_permuted_tokens is None else int(num_permuted_tokens)
-        drops = fuse_permute_dispatch and non_blocking if handle is None else _dropped(handle)
-        if total < rows and not drops:
+        kept = rows if handle is None else _kept(handle, rows)
+        total = kept if budget is None else budget
+        if handle is None and fuse_permute_dispatch and non_blocking:
+            kept = min(rows, total)
+        if total < kept:
             raise InvalidArgument(
-                f"{rows} rows came, and num_permuted_tokens is {total}; raise it on this rank"
+                f"{kept} rows came, and num_permuted_tokens is {total}; raise it on this rank"
             )
-        received, scales, weights = (_filled(one, total) for one in (*found, weights))
+        received, scales, weights = (_filled(one, kept, total) for one in (*found, weights))
         assert received is not None
-        each, room = list[int](), total
+        each, room = list[int](), kept
         for came in way.num_recv_tokens_per_expert_list:
             each.append(min(came, room))
             room -= each[-1]
@@ -218,10 +224,10 @@ class HybridEPBuffer:
         )
         if handle is None:
             number = torch.tensor([way.num_recv_tokens], dtype=torch.int32, device=hidden.device)
-            over = torch.full((1,), total < rows, dtype=torch.int32, device=hidden.device)
+            over = torch.full((1,), kept < rows, dtype=torch.int32, device=hidden.device)
             here = _of_experts(way.recv_topk_idx, self._local)
             handle = (
-                None, None, None, number, here, None, None, counts, len(hidden), way, over,
+                None, None, None, number, here, None, None, counts.clone(), len(hidden), way, over,
             )  # fmt: skip
         return received, weights, scales, counts, handle
 
@@ -239,11 +245,11 @@ class HybridEPBuffer:
         them."""
         way = _way_of(handle, 11)
         rows = way.num_expanded_tokens
-        if len(hidden) < rows and _dropped(handle):
-            hidden = _filled(hidden, rows)
-            probs = _filled(probs, rows)
-        if len(hidden) < rows or (probs is not None and len(probs) < rows):
-            raise InvalidArgument(f"{len(hidden)} rows of answers; give the dispatch's {rows}")
+        kept = _kept(handle, rows)
+        if len(hidden) < kept or (probs is not None and len(probs) < kept):
+            raise InvalidArgument(f"{len(hidden)} rows of answers; give the dispatch's {kept}")
+        if kept < rows:
+            hidden, probs = _filled(hidden, kept, rows), _filled(probs, kept, rows)
         weights = None if probs is None else probs[:rows].contiguous()
         sums, weights, _ = self._buffer.combine(hidden[:rows].contiguous(), way, weights)
         return sums, self._dense(weights, way)
@@ -355,9 +361,9 @@ def _way_of(handle: Handle | None, places: int) -> EPHandle:
     return way
 
 
-def _dropped(handle: Handle | None) -> bool:
-    """Whether a ``dispatch_with_permute`` dropped rows; waits for a device."""
-    return handle is not None and bool(handle[-1])
+def _kept(handle: Handle | None, rows: int) -> int:
+    """How many of the rows that came a ``dispatch_with_permute`` kept; waits for a device."""
+    return int(handle[7].sum()) if handle is not None and bool(handle[-1]) else rows
 
 
 def _indices(routing_map: Tensor, probs: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
@@ -379,14 +385,13 @@ def _of_experts(idx: Tensor, experts: int, weights: Tensor | None = None) -> Ten
 
 
 @overload
-def _filled(tensor: Tensor, total: int) -> Tensor: ...
+def _filled(tensor: Tensor, kept: int, total: int) -> Tensor: ...
 @overload
-def _filled(tensor: Tensor | None, total: int) -> Tensor | None: ...
-def _filled(tensor: Tensor | None, total: int) -> Tensor | None:
-    """``total`` rows: the first ones, and zeros behind them."""
-    if tensor is None or len(tensor) == total:
+def _filled(tensor: Tensor | None, kept: int, total: int) -> Tensor | None: ...
+def _filled(tensor: Tensor | None, kept: int, total: int) -> Tensor | None:
+    """``total`` rows: the first ``kept`` ones, and zeros behind them."""
+    if tensor is None or len(tensor) == kept == total:
         return tensor
     out = tensor.new_zeros((total, *tensor.shape[1:]))
-    most = min(len(tensor), total)
-    out[:most] = tensor[:most]
+    out[:kept] = tensor[:kept]
     return out

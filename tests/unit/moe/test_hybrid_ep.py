@@ -131,6 +131,17 @@ def test_rows_beyond_a_budget_are_dropped_where_that_is_asked_for(
         hidden=-x, handle=handle, num_permuted_tokens=room, **fused
     )
     assert torch.equal(grads, -rows)
+    # A handle keeps as many rows with any budget.
+    for again in (None, len(whole) + 1):
+        grads, _, _, same, _ = buffer.dispatch_with_permute(
+            hidden=-x, handle=handle, num_permuted_tokens=again, **fused
+        )
+        assert torch.equal(grads[:fits], -rows[:fits])
+        assert not grads[fits:].any()
+        assert torch.equal(same, counts)
+    more = torch.cat([rows, torch.ones_like(whole)])
+    longer, _ = buffer.combine_with_unpermute(hidden=more, handle=handle)
+    assert torch.equal(longer, sums)
     said = comm.all_gather(counts.numpy().tobytes())
     kept = torch.frombuffer(bytearray(b"".join(said)), dtype=torch.int64)
     mine = torch.zeros_like(routes)
@@ -142,6 +153,11 @@ def test_rows_beyond_a_budget_are_dropped_where_that_is_asked_for(
     assert torch.equal(back, torch.where(mine, probs, 0.0))
     times = mine.sum(1, keepdim=True)
     torch.testing.assert_close(sums, (x * times).to(x.dtype), rtol=1e-2, atol=1e-2)
+    with pytest.raises(errors.InvalidArgument, match="num_permuted_tokens is -1"):
+        buffer.dispatch_with_permute(hidden=x, handle=handle, num_permuted_tokens=-1)
+    if fits:
+        with pytest.raises(errors.InvalidArgument, match=f"give the dispatch's {fits}"):
+            buffer.combine_with_unpermute(hidden=rows[: fits - 1], handle=handle)
     buffer.destroy()
 
 
