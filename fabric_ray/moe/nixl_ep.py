@@ -154,8 +154,9 @@ class Buffer:
 
         A rank that masks all others before its first call runs alone: the others needn't know, and
         it takes them back by itself. Taking back a rank that takes part does nothing, and waits for
-        no other rank. A rank that this one has lost or left out is taken back by all connected
-        ranks that miss it together; the rank itself calls :meth:`clean_mask_buffer` meanwhile.
+        no other rank. Taking back a rank that this one has lost or left out is
+        :meth:`clean_mask_buffer`: all that were lost come back, and all other ranks make one of the
+        two calls meanwhile. Ranks that miss no other, such as those that come back, make that one.
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
@@ -184,8 +185,13 @@ class Buffer:
                 raise used_by_graphs([self.rank])
             self._drop_alone()
             self._by_hand.discard(rank_to_mask)
-        elif rank_to_mask in connected.lost or not 0 <= rank_to_mask < connected.group_size:
-            connected.low_latency_update_mask_buffer(rank_to_mask)
+        elif not 0 <= rank_to_mask < connected.group_size:
+            raise InvalidArgument(
+                f"rank {rank_to_mask} is out of range [0, {connected.group_size})"
+            )
+        elif rank_to_mask in connected.lost:
+            # Ranks miss different ones: with one at a time, some would wait for more calls.
+            connected.low_latency_clean_mask_buffer()
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others.

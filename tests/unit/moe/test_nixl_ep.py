@@ -207,6 +207,32 @@ def test_a_rank_that_is_masked_by_hand_is_left_out_from_the_next_call_on() -> No
     on_threads(ranks, work)
 
 
+def test_ranks_that_were_left_out_come_back_at_once() -> None:
+    """Those that miss them unmask each; those that miss none clean their marks, once."""
+    store, met, ranks, few = dist.HashStore(), threading.Barrier(4), 4, 2
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, ranks, timeout_ms=4000)
+        buffer.connect_ranks(range(ranks))
+        layer(buffer, 0, ranks, None)
+        met.wait(60)
+        if rank < few:
+            for other in range(few, ranks):
+                buffer.update_mask_buffer(other, mask=True)
+            x, idx, _ = batch(rank, M, ranks * EACH, TOPK, HIDDEN)
+            buffer.dispatch(x, idx, M, use_fp8=False)
+        met.wait(60)
+        if rank < few:
+            for other in range(ranks):
+                buffer.update_mask_buffer(other, mask=False)
+        else:
+            buffer.clean_mask_buffer()
+        layer(buffer, 1, ranks, None)
+        buffer.destroy()
+
+    on_threads(ranks, work)
+
+
 def test_a_rank_takes_back_ranks_that_take_part_without_them() -> None:
     """As SGLang clears marks: each scheduler by its own clock, itself included."""
     store, ranks, turns = dist.HashStore(), 2, 2
