@@ -26,7 +26,7 @@ from fabric_ray.errors import (
 )
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
-from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, Gather, agree
+from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, Gather, agree, used_by_graphs
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
 from fabric_ray.moe.deepep.ways import Handle, handle_fields
 from fabric_ray.moe.tokens import Dispatched
@@ -163,8 +163,16 @@ class Normal:
 
     def _renew(self, room: int) -> None:
         """Room for so many tokens of a rank, in other exchanges. Those of CUDA graphs stay: their
-        replays give zeros without them."""
+        replays give zeros without them.
+
+        Raises:
+            Unsupported: some ranks' graphs have calls of an exchange, and the others, which take
+                part in replays by calls, would make these in another one. All ranks raise it.
+        """
         old = [lane for lanes in self._lanes.values() for lane in lanes]
+        said = agree(self.gather, bytes(lane.captured for lane in old)) if old else []
+        if len({one for one in said if one is not None}) > 1:
+            raise used_by_graphs([r for r, one in enumerate(said) if one and any(one)])
         gone = [lane.exchange for lane in old if not lane.captured]
         for one in gone:
             one.expect_departures()

@@ -240,6 +240,44 @@ def test_replays_go_on_when_buffers_have_grown(
     buffer.destroy()
 
 
+@on_all_ranks(2)
+def test_buffers_do_not_grow_when_graphs_of_some_ranks_have_calls(
+    comm: ThreadComm, host: Host, captured: Capture
+) -> None:
+    """One rank replays, the other one makes the calls; larger buffers would part them."""
+    graph = Graph()
+    buffer = Buffer(comm=comm, launcher=graph.launcher(host.another()))
+    x, idx, w = batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
+    assert isinstance(rows, Tensor)
+    wanted, *_ = buffer.combine(rows, handle)
+
+    def again() -> Tensor:
+        repeated, *_ = buffer.dispatch(x, handle=handle)
+        assert isinstance(repeated, Tensor)
+        sums, *_ = buffer.combine(repeated, handle)
+        return sums
+
+    again()  # makes the exchange
+    alone = comm.rank() == 0
+    with captured() if alone else nullcontext(), graph.capture() if alone else nullcontext():
+        sums = again()
+    for _ in range(2):
+        comm.all_gather(b"")
+        if alone:
+            graph.replay()
+        else:
+            sums = again()
+        buffer.check()
+        assert torch.equal(sums, wanted)
+        more, idx, w = batch(comm.rank(), 200, EXPERTS, TOPK, HIDDEN)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        with pytest.raises(errors.Unsupported, match=r"graphs of ranks \[0\]"):
+            buffer.dispatch(more, None, per_rank, None, in_rank, per_expert, idx, w)
+    buffer.destroy()
+
+
 class Placed:
     """A launcher that notes behind which steps of a graph it launches."""
 
