@@ -30,6 +30,7 @@ def build_app(args: ServeArgs) -> serve.Application:
     Raises:
         ValidationError: a field is unknown, or its value is invalid.
         BadRequest: the model is unknown.
+        ModelError: its directory's files are damaged, or models of its kind can't be computed.
         FamilyError: ``tp`` ranks can't share the model.
         InvalidArgument: the engine or a routing policy can't be imported, or prefillers may scale
             to zero.

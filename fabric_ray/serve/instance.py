@@ -22,7 +22,7 @@ from fabric_ray.inference.tables import CachePools
 from fabric_ray.inference.tokenizer import Tokenizer, load_tokenizer
 from fabric_ray.kvcache import RankCache, Terms
 from fabric_ray.models.checkpoint import Checkpoint
-from fabric_ray.models.config import ModelConfig
+from fabric_ray.models.config import ModelConfig, check_computed
 from fabric_ray.runtime.process import node_address
 from fabric_ray.runtime.token import cluster_token
 from fabric_ray.serve.chat import ChatTemplate, load_chat_template
@@ -65,11 +65,12 @@ def check_model(args: ServeArgs) -> None:
         BadRequest: there is no such model.
         InvalidArgument: the engine can't be imported.
         InferenceError: the chat template can't be read.
-        ModelError: the directory's files are damaged.
+        ModelError: the directory's files are damaged, or models of this kind can't be computed.
         FamilyError: ``tp`` ranks can't share the model.
     """
     if args.engine is None:
         config = model_config(args)
+        check_computed(config)
         for tp in {args.prefill.tp, args.decode.tp}:
             target_containers(config, tp=tp, rank=0)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.tokenizer import ByteTokenizer
+from fabric_ray.models.checkpoint import save_checkpoint
+from fabric_ray.models.errors import UnsupportedModel
+from fabric_ray.models.hf import CONFIG_FILE
 from fabric_ray.serve import BadRequest, DecodeArgs, PrefillArgs, ServeArgs, build_app
 from fabric_ray.serve.errors import Busy
 from fabric_ray.serve.messages import Failed, Generate
@@ -38,6 +42,7 @@ from fabric_ray.serve.routing import (
 )
 from fabric_ray.serve.scaling import replicas_for, with_policy
 from fabric_ray.serve.stop_text import StopTextFilter
+from tests.unit.models.small_models import SMALL, waves
 
 
 def test_the_longest_prefix_wins_while_its_holder_is_not_much_busier() -> None:
@@ -174,6 +179,14 @@ def test_configuration_comes_from_yaml_and_refuses_what_there_is_not(tmp_path: P
 def test_a_model_that_is_not_there_is_refused_before_anything_starts() -> None:
     with pytest.raises(BadRequest, match="neither a directory nor one of tiny-llama"):
         build_app(ServeArgs(model="/no/such/model"))
+
+
+def test_a_model_that_is_not_computed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, SMALL["llama"], waves(SMALL["llama"]))
+    file = tmp_path / CONFIG_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedModel, match="llama with activation 'gelu'"):
+        build_app(ServeArgs(model=str(tmp_path)))
 
 
 def test_serve_parses_the_arguments_of_the_builder() -> None:
