@@ -13,11 +13,12 @@ from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, ThroughputAllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep import Buffer
+from fabric_ray.moe.deepep.normal import Normal
 from tests.moe_ranks import ThreadComm, batch, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M = 6, 3, 8, 40
 LATE = 0.3
-"""Seconds for which rank 0 lets the others' rows lie."""
+"""Seconds for which rank 0 lets the others' rows lie, and by which ranks differ."""
 
 
 def summed(one: AllToAll | ThroughputAllToAll) -> None:
@@ -87,10 +88,20 @@ def test_rs_1_answers_reach_who_asked_though_who_gave_them_is_gone(
 
 @pytest.mark.parametrize(("low_latency", "per_node"), [(True, 4), (False, 4), (False, 2)], ids=str)
 def test_a_healthy_destroy_reports_no_loss(
-    low_latency: bool, per_node: int, caplog: pytest.LogCaptureFixture
+    low_latency: bool,
+    per_node: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank leaves at another time, when all have their sums; and an exchange that is too small
     for normal calls, when all go over to a larger one."""
+    renew = Normal._renew
+
+    def renewed(self: Normal, room: int) -> None:
+        time.sleep(LATE * self.comm.rank())
+        renew(self, room)
+
+    monkeypatch.setattr(Normal, "_renew", renewed)
 
     def work(comm: ThreadComm) -> None:
         buffer = Buffer(None, low_latency_mode=True, comm=comm, ranks_per_node=per_node)
