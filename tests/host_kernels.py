@@ -83,11 +83,13 @@ class Host:
 
     Args:
         at_a_time: blocks of a launch that wait for one another.
+        threads: maximum number of threads of a block, a multiple of a warp's.
     """
 
-    def __init__(self, build: Path, at_a_time: int = 1) -> None:
+    def __init__(self, build: Path, at_a_time: int = 1, threads: int = THREADS) -> None:
         self._build = build
         self._at_a_time = at_a_time
+        self._threads = threads
         self._copies = 0
         self._lock = threading.Lock()
 
@@ -152,13 +154,13 @@ class Host:
         library = self.library(file)
         assert getattr(library, f"{kernel}_nbytes")() == ctypes.sizeof(arguments)
         getattr(library, f"{kernel}_on_host")(
-            run.start, run.stop, blocks, min(threads, THREADS), ctypes.byref(arguments)
+            run.start, run.stop, blocks, min(threads, self._threads), ctypes.byref(arguments)
         )
 
 
 class _Copy(Host):
     def __init__(self, build: Path, original: Host, at_a_time: int) -> None:
-        super().__init__(build, at_a_time)
+        super().__init__(build, at_a_time, original._threads)
         self._original = original
 
     def built(self, file: str) -> Path:

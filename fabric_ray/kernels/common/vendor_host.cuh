@@ -39,7 +39,7 @@ struct Place {
   u32 thread, threads, block, blocks;
   std::barrier<>* barrier;
   std::barrier<>* warp;
-  bool shares;  // it has met the other threads of its block
+  bool met_block, met_warp;  // it has met the other threads of its block, or of its warp
 };
 
 inline thread_local Place here;
@@ -54,10 +54,13 @@ void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
   for (u32 t = 0; t < threads; ++t)
     all.emplace_back([&, t] {
       for (u32 block = first; block < end; ++block) {
-        here = {t, threads, block, blocks, &barrier, &warps[t / WARP], false};
+        here = {t, threads, block, blocks, &barrier, &warps[t / WARP], false, false};
         body();
-        // What a block shares is the next one's, too.
-        if (here.shares) barrier.arrive_and_wait();
+        // What a block or a warp shares is the next one's, too. Another warp may have met nobody.
+        if (here.met_block)
+          barrier.arrive_and_wait();
+        else if (here.met_warp)
+          here.warp->arrive_and_wait();
       }
     });
   for (auto& one : all) one.join();
@@ -70,13 +73,13 @@ inline u32 threads() { return host::here.threads; }
 inline u32 block() { return host::here.block; }
 inline u32 blocks() { return host::here.blocks; }
 inline void sync_block() {
-  host::here.shares = true;
+  host::here.met_block = true;
   host::here.barrier->arrive_and_wait();
 }
 
 inline u32 lane() { return thread() % WARP; }
 inline void sync_warp() {
-  host::here.shares = true;
+  host::here.met_warp = true;
   host::here.warp->arrive_and_wait();
 }
 inline u64 ballot(bool what) {

@@ -14,7 +14,7 @@ from fabric_ray.kernels import Channel, Words
 from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.sources import FOLDER
 from tests import channel_kernels as checks
-from tests.host_kernels import Host, cxx
+from tests.host_kernels import THREADS, Host, cxx
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 500])
 def test_every_command_comes_once_and_whole(host: Host, n: int, at_once: bool) -> None:
     checks.check_push(host, "cpu", n=n, capacity=32, at_once=at_once)
+
+
+@pytest.mark.parametrize("n", [1, 5, 200])
+def test_warps_of_one_block_push_beside_one_another(tmp_path: Path, n: int) -> None:
+    """The last warps have no command: they meet neither their own lanes nor the others."""
+    checks.check_push(Host(tmp_path, threads=4 * THREADS), "cpu", n=n, capacity=32, at_once=True)
 
 
 def test_a_full_fifo_is_never_written_over_and_the_wait_ends(host: Host) -> None:

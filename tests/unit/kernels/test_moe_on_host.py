@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from fabric_ray.kernels import Chunk, MoeKernels, MoeSizes, Placement, Routing, 
 from fabric_ray.kernels.steps import MEETING_WORDS
 from fabric_ray.moe import AllToAll, RowPart
 from tests import moe_kernels as checks
-from tests.host_kernels import Host
+from tests.host_kernels import THREADS, Host
 
 CPU = "cpu"
 
@@ -77,6 +79,20 @@ def test_tokens_are_cast_to_the_bits_of_torch(
     host: Host, scales: torch.dtype, powers_of_two: bool
 ) -> None:
     checks.check_cast(host, CPU, scales, powers_of_two=powers_of_two)
+
+
+@pytest.mark.parametrize("warps", [2, 5])
+def test_blocks_of_several_warps_do_the_same(tmp_path: Path, warps: int) -> None:
+    """As on a GPU, where warps of a block share sums, rows and chunks."""
+    host = Host(tmp_path, threads=warps * THREADS)
+    for case in checks.CASES:
+        checks.check_routes(host, CPU, case)
+    checks.check_pack(host, CPU, checks.CASES[3], checks.WIDTHS[1])
+    for order in checks.ORDERS:
+        checks.check_hand_out(host, CPU, checks.ARRIVALS[3], order)
+    checks.check_sum(host, CPU, checks.CASES[3], checks.SUMS[4])
+    checks.check_cast(host, CPU, torch.float8_e8m0fnu, powers_of_two=True)
+    checks.check_meetings(host.another(3), CPU)
 
 
 def test_steps_of_one_launch_see_what_all_blocks_have_done(host: Host) -> None:
