@@ -63,7 +63,7 @@ class Steps:
         self, launcher: Launcher, meeting: Tensor | None = None, *, most: int = 1 << 16
     ) -> None:
         self._launcher, self._meeting, self._most = launcher, meeting, most
-        self._blocks: dict[str, int] = {}
+        self._blocks = 0
         self._collects = self.launched = False
         self._collected: list[structs.Step] = []
         self._kernel = _MOVES
@@ -123,16 +123,15 @@ class Steps:
         self._kernel = _MOVES
         if steps:
             self.launched = True
-            self._launch(kernel, steps, self._at_a_time(kernel), together=True)
+            self._launch(kernel, steps, self._at_a_time(), together=True)
 
-    def _at_a_time(self, kernel: str) -> int:
+    def _at_a_time(self) -> int:
         """Blocks of a launch: always as many, for the word that they meet by; half of those that
         fit of the largest kernel, so that a launch of any other fits beside one that waits."""
-        if kernel not in self._blocks:
-            names = {kernel, _MOVES}
-            resident = min(self._launcher.resident(FILE, name, _THREADS) for name in names)
-            self._blocks[kernel] = max(1, min(resident // 2, self._most))
-        return self._blocks[kernel]
+        if not self._blocks:
+            resident = min(self._launcher.resident(FILE, name, _THREADS) for name in _KERNELS)
+            self._blocks = max(1, min(resident // 2, self._most))
+        return self._blocks
 
     def _launch(
         self, kernel: str, steps: list[structs.Step], blocks: int, *, together: bool

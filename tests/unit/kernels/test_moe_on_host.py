@@ -99,9 +99,10 @@ def test_steps_of_one_launch_see_what_all_blocks_have_done(host: Host) -> None:
     checks.check_meetings(host.another(3), CPU)
 
 
-def test_a_launch_of_any_kernel_fits_beside_one_that_waits() -> None:
-    """However the blocks of the first lie: an SM with three that sum has no room for one that
-    moves, of which two fit."""
+@pytest.mark.parametrize("largest", ["run_steps", "sum_bf16_bf16", "sum_f32_f16"])
+def test_a_launch_of_any_kernel_fits_beside_one_that_waits(largest: str) -> None:
+    """However the blocks of the first lie: an SM with three of one kernel has no room for one of a
+    larger kernel, of which two fit, be it another exchange's."""
     blocks: list[int] = []
 
     class Fits:
@@ -109,7 +110,7 @@ def test_a_launch_of_any_kernel_fits_beside_one_that_waits() -> None:
             blocks.append(n)
 
         def resident(self, file: str, kernel: str, threads: int) -> int:
-            return 132 * (2 if kernel == "run_steps" else 3)
+            return 132 * (2 if kernel == largest else 3)
 
     sizes = MoeSizes(ranks=1, experts=1, topk=1, max_tokens=400)
     steps = Steps(Fits(), torch.zeros(MEETING_WORDS, dtype=torch.int64))
