@@ -1,4 +1,5 @@
-// AMD, CDNA. UNPROVEN: it has never been compiled or run, and nothing launches it yet.
+// AMD, CDNA. UNPROVEN: clang has compiled it for gfx90a, gfx942 and gfx950, without ROCm's headers; it
+// has never run, and nothing launches it yet.
 #pragma once
 
 #if !defined(__HIPCC_RTC__)
@@ -7,8 +8,17 @@
 
 #define FR_DEVICE __device__ __forceinline__
 #define FR_SHARED __shared__
-#define FR_KERNEL(name, Params) extern "C" __global__ void name(const Params p)
-#define FR_KERNEL_OF_TWO(name, Params) FR_KERNEL(name, Params)
+// Arguments are read where the dispatch puts them: a parameter that is indexed would be copied to
+// memory of each thread.
+#define FR_KERNEL_WITH(bounds, name, Params)                                          \
+  FR_DEVICE void name##_body(const Params& p);                                        \
+  extern "C" __global__ void bounds name(const Params) {                              \
+    name##_body(*(const Params*)__builtin_amdgcn_kernarg_segment_ptr());              \
+  }                                                                                   \
+  FR_DEVICE void name##_body(const Params& p)
+#define FR_KERNEL(name, Params) FR_KERNEL_WITH(__launch_bounds__(1024), name, Params)
+// The second number is waves on a SIMD unit, of four: two blocks of four waves each.
+#define FR_KERNEL_OF_TWO(name, Params) FR_KERNEL_WITH(__launch_bounds__(256, 2), name, Params)
 
 namespace fr {
 

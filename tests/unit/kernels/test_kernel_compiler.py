@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from fabric_ray.kernels import (
     structs,
 )
 from fabric_ray.kernels import cache as cache_module
-from fabric_ray.kernels.sources import Source
+from fabric_ray.kernels.sources import FOLDER, Source
 
 BROKEN = Source("broken.cu", '#include "a.cuh"\n__global__ void f() { g(); }\n', (("a.cuh", ""),))
 SMALL = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\n', ())
@@ -102,6 +105,30 @@ def test_kernels_compile_for_every_architecture(
     assert not any(attributes(code, FRAME_SIZE).values())
     if architecture == "sm_90a":
         assert max(taken.values()) <= REGISTERS * 4 // FEW_BLOCKS.get(file, 4), taken
+
+
+#: What a kernel's metadata say: bytes of a thread's stack and of its arguments, vectors spilled.
+AMD_SIZES = re.compile(
+    r"\.(private_segment_fixed_size|kernarg_segment_size|vgpr_spill_count): +(\d+)"
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", sources())
+def test_kernels_compile_for_amd_without_memory_of_each_thread(tmp_path: Path, file: str) -> None:
+    compiler = shutil.which("hipcc") or pytest.skip("there is no hipcc here: install ROCm")
+    out = tmp_path / "out.s"
+    flags = "-x hip --offload-arch=gfx942 --offload-device-only -std=c++17 -O3 -Wall -Werror -S"
+    command = [compiler, *flags.split(), "-I", FOLDER, "-o", out, FOLDER / file]
+    subprocess.run(command, check=True, timeout=250)
+    sizes: dict[str, list[int]] = {}
+    for name, value in AMD_SIZES.findall(out.read_text()):
+        sizes.setdefault(name, []).append(int(value))
+    kernels = {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]
+    assert len(sizes["private_segment_fixed_size"]) == len(kernels)
+    assert not any(sizes["private_segment_fixed_size"] + sizes["vgpr_spill_count"]), sizes
+    least = min(ctypes.sizeof(taken) for taken in kernels.values())
+    assert min(sizes["kernarg_segment_size"]) >= least, "the compiler left arguments out"
 
 
 def test_every_kernel_is_launched() -> None:
