@@ -46,7 +46,7 @@ def test_a_sender_over_one_transport_keeps_out_none_over_another(
     many.send(peers[many], b"m").wait(60)
     held = came.get(timeout=60)
     sent = [few.send(peers[few], b"m"), *(many.send(peers[many], b"m") for _ in range(200))]
-    time.sleep(0.1)  # there is no room, and messages of both lie ready
+    time.sleep(0.5)  # there is no room, and messages of both lie ready
     del held
     senders = []
     for _ in sent:
