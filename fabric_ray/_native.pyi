@@ -696,7 +696,8 @@ class Engine:
             nbytes: the region's bytes; by default the rest of the file.
             offset: where the region begins in the file.
             create: make the file if there is none, and lengthen it to the region's end. The new
-                bytes are zeroes that take no room until they are written, except for the last block.
+                bytes are zeroes that take no room until they are written, but for the last
+                block.
             writable: false to open it for reading only.
 
         Raises:

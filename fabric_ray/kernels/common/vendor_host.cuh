@@ -56,7 +56,7 @@ void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
       for (u32 block = first; block < end; ++block) {
         here = {t, threads, block, blocks, &barrier, &warps[t / WARP], false, false};
         body();
-        // What a block or a warp shares is the next one's, too. Another warp may have met nobody.
+        // What a block or a warp shares is the next one's, too. Another warp may have met no other thread.
         if (here.met_block)
           barrier.arrive_and_wait();
         else if (here.met_warp)
