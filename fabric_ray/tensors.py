@@ -61,10 +61,19 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
     devices = {tensor.device for tensor in tensors} - {torch.device("meta")}
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if started and any(t.device.type == "cpu" and t.is_pinned() for t in tensors):
-        devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+        devices |= {torch.device("cuda", i) for i in _gpus_in_use()}
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
+
+
+def _gpus_in_use() -> list[int]:
+    """GPUs that this process has a context on. Waiting for another one would make a context there,
+    which takes hundreds of megabytes of its memory."""
+    import torch
+
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
+    return [i for i in range(torch.cuda.device_count()) if has_context(i)]
 
 
 def _laziness(tensor: Any) -> str | None:
