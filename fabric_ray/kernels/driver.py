@@ -62,18 +62,30 @@ def current_architecture(device: int) -> str:
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
 
+@functools.cache
+def _primary_context(index: int) -> tuple[int, int]:
+    """A GPU as the driver names it, and its primary context, retained for good."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return device.value, int(context.value or 0)
+
+
 def _enter(index: int) -> None:
-    """Makes the context that torch uses on a GPU this thread's, if it has none yet."""
+    """Makes the context that torch uses on a GPU this thread's, unless it has one of that GPU: an
+    earlier ``torch.cuda.device`` need not have left one, nor one of this GPU."""
     import torch
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
     context = ctypes.c_void_p()
+    device, primary = _primary_context(index)
     _call("cuCtxGetCurrent", ctypes.byref(context))
-    if not context.value:
-        device = ctypes.c_int()
-        _call("cuDeviceGet", ctypes.byref(device), index)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        _call("cuCtxSetCurrent", context)
+    if context.value:
+        current = ctypes.c_int()
+        _call("cuCtxGetDevice", ctypes.byref(current))
+        if current.value == device:
+            return
+    _call("cuCtxSetCurrent", ctypes.c_void_p(primary))
 
 
 @contextmanager
