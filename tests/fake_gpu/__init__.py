@@ -34,6 +34,7 @@ _lock = threading.RLock()
 # By address: the memory as kernels see it.
 _allocations: dict[int, torch.Tensor] = {}
 _of_torch: set[int] = set()
+_RELAXED = 2
 _ALIGN, _SMALL, _SEGMENT = 512, 1 << 20, 2 << 20
 # The segment of small tensors, and the bytes of it that are used.
 _segment: tuple[int, int] | None = None
@@ -294,8 +295,14 @@ def _place(nbytes: int) -> int:
 
 
 def _allocate(nbytes: int) -> int:
-    address = ctypes.c_uint64()
+    address, mode = ctypes.c_uint64(), ctypes.c_int(_RELAXED)
+    context = ctypes.c_void_p()
+    assert _driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert _driver.cuCtxPushCurrent_v2(context) == 0
+    _driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert _driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)) == 0
+    _driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert _driver.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
     _allocations[address.value] = _bytes_at(_driver.fake_bytes(address), nbytes, None).fill_(0xEE)
     _of_torch.add(address.value)
     return address.value

@@ -5,6 +5,11 @@
  * - A copy happens at the last moment: when its stream or an event behind it is waited for, or after an event was
  *   asked for a while. Until then the destination holds garbage, and the source may not change.
  * - Addresses are never used again. A copy of freed memory ends the process.
+ * - Calls that need a context are refused on a thread that has none.
+ * - Another thread always captures a graph, in the global mode: calls that a capture forbids are refused on threads
+ *   whose mode isn't relaxed.
+ * - Memory is exported by its base address alone; what a process has imported is counted by handle, and neither
+ *   exported nor freed. Registrations of host memory are exact.
  *
  * Types and numbers are those of cuda.h.
  */
@@ -27,8 +32,13 @@ enum {
     NOT_INITIALIZED = 3,
     INVALID_CONTEXT = 201,
     NOT_READY = 600,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
 };
+
+enum { RELAXED = 2 };
 
 enum { HOST = 1, UNIFIED = 4 };
 
@@ -38,10 +48,18 @@ enum { MEMORY_TYPE = 2, BUFFER_ID = 7, IS_MANAGED = 8, DEVICE_ORDINAL = 9, IS_LE
 #define MOST_ALLOCATIONS 65536
 #define PAGE 4096
 
+struct handle {
+    int pid, fd;
+    uint64_t len, base;
+    char rest[40];
+};
+
 struct allocation {
     uint64_t base, len;
     char *bytes; /* null: freed */
     int fd;
+    int opened; /* times that a peer's memory was imported; 0: this process's own */
+    struct handle handle;
 };
 
 struct op {
@@ -62,10 +80,6 @@ struct event {
     int patience;
 };
 
-/* Host memory that the driver was told of. */
-static struct { uint64_t base, len; } known[MOST_ALLOCATIONS];
-static int count_of_known;
-
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct allocation allocations[MOST_ALLOCATIONS];
 static int count_of_allocations;
@@ -81,35 +95,22 @@ static void die(const char *why) {
     abort();
 }
 
+/* Whether this thread may make a call that needs a context; `unsafe`: and that a capture forbids. */
+static Result permitted(int unsafe) {
+    if (!initialised)
+        return NOT_INITIALIZED;
+    if (depth < 1)
+        return INVALID_CONTEXT;
+    return unsafe && capture_mode != RELAXED ? CAPTURE_UNSUPPORTED : SUCCESS;
+}
+
+#include "host_memory.h"
+
 static struct allocation *find(uint64_t addr) {
     for (int i = count_of_allocations - 1; i >= 0; i--)
         if (addr >= allocations[i].base && addr - allocations[i].base < allocations[i].len)
             return &allocations[i];
     return NULL;
-}
-
-static int is_known(uint64_t addr) {
-    for (int i = 0; i < count_of_known; i++)
-        if (addr >= known[i].base && addr - known[i].base < known[i].len)
-            return 1;
-    return 0;
-}
-
-static void know(void *ptr, uint64_t len) {
-    pthread_mutex_lock(&lock);
-    if (count_of_known == MOST_ALLOCATIONS)
-        die("too many registrations");
-    known[count_of_known].base = (uint64_t)ptr;
-    known[count_of_known++].len = len;
-    pthread_mutex_unlock(&lock);
-}
-
-static void unknow(void *ptr) {
-    pthread_mutex_lock(&lock);
-    for (int i = 0; i < count_of_known; i++)
-        if (known[i].base == (uint64_t)ptr)
-            known[i--] = known[--count_of_known];
-    pthread_mutex_unlock(&lock);
 }
 
 /* Where the bytes of a device address lie; an address of the host lies there. */
@@ -132,15 +133,17 @@ static DevicePtr map(int fd, uint64_t len) {
     void *bytes = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED || bytes == MAP_FAILED)
         die("no address space");
-    *a = (struct allocation){(uint64_t)base, len, bytes, fd};
+    *a = (struct allocation){.base = (uint64_t)base, .len = len, .bytes = bytes, .fd = fd};
     count_of_allocations++;
     return a->base;
 }
 
-static Result forget(DevicePtr base) {
+static Result forget(DevicePtr base, int imported) {
     struct allocation *a = find(base);
-    if (!a || a->base != base || !a->bytes)
+    if (!a || a->base != base || !a->bytes || !imported != !a->opened)
         return INVALID_VALUE;
+    if (imported && --a->opened)
+        return SUCCESS;
     munmap(a->bytes, a->len);
     close(a->fd);
     a->bytes = NULL;
@@ -182,7 +185,10 @@ Result cuInit(unsigned flags) {
 Result cuDriverGetVersion(int *version) { return *version = 12080, SUCCESS; }
 
 Result cuGetErrorName(Result error, const char **text) {
-    return *text = error == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR", SUCCESS;
+    *text = error == INVALID_CONTEXT       ? "CUDA_ERROR_INVALID_CONTEXT"
+            : error == CAPTURE_UNSUPPORTED ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+                                           : "CUDA_ERROR";
+    return SUCCESS;
 }
 
 Result cuGetErrorString(Result error, const char **text) { return cuGetErrorName(error, text); }
@@ -220,9 +226,11 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 Result cuDevicePrimaryCtxRetain(void **made, int device) { return *made = context, device ? INVALID_VALUE : SUCCESS; }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
-Result cuCtxGetCurrent(void **current) { return *current = context, SUCCESS; }
-Result cuCtxPushCurrent_v2(void *pushed) { return depth++, pushed == context ? SUCCESS : INVALID_CONTEXT; }
-Result cuCtxPopCurrent_v2(void **popped) { return *popped = context, depth-- > 0 ? SUCCESS : INVALID_CONTEXT; }
+Result cuCtxGetCurrent(void **current) { return *current = depth > 0 ? context : NULL, SUCCESS; }
+Result cuCtxSetCurrent(void *current) { return depth = current != NULL, SUCCESS; }
+Result cuCtxGetDevice(int *device) { return *device = 0, depth > 0 ? SUCCESS : INVALID_CONTEXT; }
+Result cuCtxPushCurrent_v2(void *pushed) { return pushed == context ? depth++, SUCCESS : INVALID_CONTEXT; }
+Result cuCtxPopCurrent_v2(void **popped) { return *popped = context, depth > 0 ? depth--, SUCCESS : INVALID_CONTEXT; }
 
 Result cuThreadExchangeStreamCaptureMode(int *mode) {
     int before = capture_mode;
@@ -232,6 +240,8 @@ Result cuThreadExchangeStreamCaptureMode(int *mode) {
 }
 
 Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, DevicePtr ptr) {
+    if (!initialised)
+        return NOT_INITIALIZED;
     pthread_mutex_lock(&lock);
     struct allocation *a = find(ptr);
     if (a && !a->bytes)
@@ -243,7 +253,7 @@ Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, De
         case MEMORY_TYPE: value = a ? 2 : is_known(ptr); break;
         case BUFFER_ID: value = a ? (uint64_t)(a - allocations) + 1 : 0, bytes = 8; break;
         case DEVICE_ORDINAL: value = a ? 0 : (uint32_t)-2; break;
-        case IS_LEGACY_IPC: value = a != NULL, bytes = 1; break;
+        case IS_LEGACY_IPC: value = a && !a->opened, bytes = 1; break;
         case IS_MANAGED: bytes = 1; break;
         case RANGE_START: value = a ? a->base : 0, bytes = 8; break;
         case RANGE_SIZE: value = a ? a->len : 0, bytes = 8; break;
@@ -256,8 +266,11 @@ Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, De
 }
 
 Result cuPointerSetAttribute(const void *value, int attribute, DevicePtr ptr) {
-    (void)value, (void)attribute, (void)ptr;
-    return SUCCESS;
+    (void)value, (void)attribute;
+    pthread_mutex_lock(&lock);
+    struct allocation *a = find(ptr);
+    pthread_mutex_unlock(&lock);
+    return a && a->bytes ? SUCCESS : INVALID_VALUE;
 }
 
 Result cuMemGetAddressRange_v2(DevicePtr *base, size_t *size, DevicePtr ptr) {
@@ -272,6 +285,9 @@ Result cuMemGetAddressRange_v2(DevicePtr *base, size_t *size, DevicePtr ptr) {
 }
 
 Result cuMemAlloc_v2(DevicePtr *ptr, size_t len) {
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
     len = (len + PAGE - 1) / PAGE * PAGE;
     int fd = memfd_create("fake GPU memory", MFD_CLOEXEC);
     if (!len || fd < 0 || ftruncate(fd, len))
@@ -283,64 +299,76 @@ Result cuMemAlloc_v2(DevicePtr *ptr, size_t len) {
 }
 
 Result cuMemFree_v2(DevicePtr ptr) {
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
-    Result result = forget(ptr);
+    Result result = forget(ptr, 0);
     pthread_mutex_unlock(&lock);
     return result;
 }
 
-struct handle {
-    int pid, fd;
-    uint64_t len;
-    char rest[48];
-};
-
 Result cuIpcGetMemHandle(struct handle *handle, DevicePtr ptr) {
+    Result refused = permitted(0);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     struct allocation *a = find(ptr);
+    if (a && (a->base != ptr || !a->bytes || a->opened))
+        a = NULL;
     if (a)
-        *handle = (struct handle){getpid(), a->fd, a->len, {0}};
+        *handle = (struct handle){getpid(), a->fd, a->len, a->base, {0}};
     pthread_mutex_unlock(&lock);
     return a ? SUCCESS : INVALID_VALUE;
 }
 
-/* As CUDA, not for memory of the same process. */
+/* As CUDA, not for memory of the same process; a handle that is open already has the address that it had. */
 Result cuIpcOpenMemHandle_v2(DevicePtr *ptr, struct handle handle, unsigned flags) {
     char path[64];
-    (void)flags;
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
+    if (flags != 1)
+        return INVALID_VALUE;
     if (handle.pid == getpid())
         return INVALID_CONTEXT;
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
-    if (fd < 0)
-        return INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    *ptr = map(fd, handle.len);
+    Result result = SUCCESS;
+    struct allocation *a = NULL;
+    for (int i = 0; i < count_of_allocations && !a; i++)
+        if (allocations[i].opened && !memcmp(&allocations[i].handle, &handle, sizeof handle))
+            a = &allocations[i];
+    if (!a) {
+        snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
+        int fd = open(path, O_RDWR | O_CLOEXEC);
+        if (fd < 0)
+            result = INVALID_VALUE;
+        else {
+            a = find(map(fd, handle.len));
+            a->handle = handle;
+        }
+    }
+    if (a)
+        a->opened++, *ptr = a->base;
     pthread_mutex_unlock(&lock);
-    return SUCCESS;
+    return result;
 }
 
-Result cuIpcCloseMemHandle(DevicePtr ptr) { return cuMemFree_v2(ptr); }
-
-Result cuMemHostAlloc(void **ptr, size_t len, unsigned flags) {
-    (void)flags;
-    len = (len + PAGE - 1) / PAGE * PAGE;
-    if (!(*ptr = aligned_alloc(PAGE, len)))
-        return INVALID_VALUE;
-    return know(*ptr, len), SUCCESS;
-}
-
-Result cuMemFreeHost(void *ptr) { return unknow(ptr), free(ptr), SUCCESS; }
-Result cuMemHostRegister_v2(void *ptr, size_t len, unsigned flags) { return (void)flags, know(ptr, len), SUCCESS; }
-Result cuMemHostUnregister(void *ptr) { return unknow(ptr), SUCCESS; }
-
-Result cuMemHostGetDevicePointer_v2(DevicePtr *on_device, void *ptr, unsigned flags) {
-    (void)flags;
-    return *on_device = (DevicePtr)ptr, SUCCESS;
+Result cuIpcCloseMemHandle(DevicePtr ptr) {
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
+    pthread_mutex_lock(&lock);
+    Result result = forget(ptr, 1);
+    pthread_mutex_unlock(&lock);
+    return result;
 }
 
 Result cuStreamCreate(struct stream **made, unsigned flags) {
     (void)flags;
+    Result refused = permitted(0);
+    if (refused)
+        return refused;
     struct stream *s = calloc(1, sizeof *s);
     s->last = &s->first;
     return *made = s, SUCCESS;
@@ -354,8 +382,9 @@ static void copy(uint64_t to, uint64_t from, uint64_t len, struct stream *stream
 }
 
 Result cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t len, struct stream *stream) {
-    if (depth < 1)
-        return INVALID_CONTEXT;
+    Result refused = permitted(0);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     copy(to, from, len, stream);
     pthread_mutex_unlock(&lock);
@@ -388,8 +417,9 @@ static uint64_t start(const struct place *place, size_t width) {
 }
 
 Result cuMemcpy2DAsync_v2(const struct rows *rows, struct stream *stream) {
-    if (depth < 1)
-        return INVALID_CONTEXT;
+    Result refused = permitted(0);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     uint64_t from = start(&rows->from, rows->width), to = start(&rows->to, rows->width);
     for (size_t i = 0; i < rows->height; i++)
@@ -413,10 +443,13 @@ Result cuStreamDestroy_v2(struct stream *stream) {
 
 Result cuEventCreate(struct event **made, unsigned flags) {
     (void)flags;
-    return *made = calloc(1, sizeof **made), SUCCESS;
+    return *made = calloc(1, sizeof **made), permitted(0);
 }
 
 Result cuEventRecord(struct event *event, struct stream *stream) {
+    Result refused = permitted(0);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     event->stream = stream;
     event->recorded = ++records;
@@ -427,6 +460,9 @@ Result cuEventRecord(struct event *event, struct stream *stream) {
 }
 
 Result cuEventQuery(struct event *event) {
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     Result result = SUCCESS;
     if (event->done < event->recorded) {
@@ -440,6 +476,9 @@ Result cuEventQuery(struct event *event) {
 }
 
 Result cuEventSynchronize(struct event *event) {
+    Result refused = permitted(1);
+    if (refused)
+        return refused;
     pthread_mutex_lock(&lock);
     if (event->done < event->recorded)
         execute(event->stream, event->recorded);
