@@ -69,7 +69,11 @@ _KEPT_FOR_GRAPHS: list[KernelResources] = []
 
 
 def is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream of a device is captured into a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # torch asks for the stream of the current GPU
+        return torch.cuda.is_current_stream_capturing()
 
 
 def leave(native: MoeExchange, used: KernelResources) -> None:

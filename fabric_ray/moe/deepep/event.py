@@ -11,22 +11,27 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.moe.device_memory import is_captured
 
 
 class EventHandle:
     """DeepEP's event by itself: behind what torch's current stream has been given when it is made;
-    over at once without a GPU."""
+    over at once without a GPU.
 
-    def __init__(self) -> None:
+    Args:
+        device: the GPU whose current stream it is; by default that of the current GPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._event: torch.cuda.Event | None = None
         if torch.cuda.is_available():
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def current_stream_wait(self) -> None:
         """As :meth:`EventOverlap.current_stream_wait`."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            _wait(self._event)
 
 
 class EventOverlap:
@@ -61,8 +66,8 @@ class EventOverlap:
         return self
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """What is launched on torch's current stream from now on waits for the event; the host
-        doesn't. Then the registered hook runs, once.
+        """What is launched on torch's current stream from now on waits for the event, on the
+        event's GPU and on the current one; the host doesn't. Then the registered hook runs, once.
 
         Args:
             release_handle: lets go of the event, and of the tensors that are kept for it.
@@ -70,7 +75,7 @@ class EventOverlap:
         if isinstance(self.event, EventHandle):
             self.event.current_stream_wait()
         elif self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            _wait(self.event)
         hook, self.hook_after_wait = self.hook_after_wait, None
         if hook is not None:
             hook()
@@ -106,19 +111,19 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.current_stream(device)
-        self._captured = torch.cuda.is_current_stream_capturing()
+        self._captured = self._is_captured()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(self._stream)
 
     def wait(self) -> None:
         """What follows on the current stream waits for it, if both are of the same capture, or of
         none: a capture begins when the device is done, and a graph is over where its stream is."""
-        captures = torch.cuda.is_current_stream_capturing()
-        if captures == self._captured and (not captures or self._still_captured()):
+        captures = is_captured(self._device)
+        if captures == self._captured and (not captures or self._is_captured()):
             torch.cuda.current_stream(self._device).wait_event(self.event)
 
-    def _still_captured(self) -> bool:
-        """Whether the capture that it belongs to goes on."""
+    def _is_captured(self) -> bool:
+        """Whether its stream is captured now."""
         with torch.cuda.stream(self._stream):
             return torch.cuda.is_current_stream_capturing()
 
@@ -177,6 +182,11 @@ class Streams:
                 found.event = last.event
 
 
+def _wait(event: torch.cuda.Event) -> None:
+    for stream in {torch.cuda.current_stream(), torch.cuda.current_stream(event.device)}:
+        stream.wait_event(event)
+
+
 def keep(*tensors: Tensor) -> None:
     """Memory that was made on another stream isn't used anew before the current one is done with
     it."""
@@ -185,12 +195,15 @@ def keep(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def captured() -> EventOverlap:
-    """An event behind what torch's current stream has been given; over, if there is no GPU."""
-    return EventOverlap(EventHandle())
+def captured(device: torch.device | None = None) -> EventOverlap:
+    """An event behind what torch's current stream on a GPU, by default the current one, has been
+    given; over, if there is no GPU."""
+    return EventOverlap(EventHandle(device))
 
 
 def behind(tensor: Tensor, asynchronous: bool) -> EventOverlap:
     """An event behind what made a tensor; none where the host made it, unless the caller asked
     for an event."""
-    return captured() if tensor.is_cuda or asynchronous else EventOverlap()
+    if tensor.is_cuda:
+        return captured(tensor.device)
+    return captured() if asynchronous else EventOverlap()
