@@ -85,9 +85,12 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
     import torch
 
     check_memory("the tensor", tensor)
-    if tensor.device.type not in ("cpu", "cuda"):
+    # torch calls GPUs of ROCm cuda, too. Their memory would be taken for the host's.
+    by_hip = tensor.device.type == "cuda" and torch.version.hip is not None
+    if by_hip or tensor.device.type not in ("cpu", "cuda"):
+        where = f"{tensor.device} of ROCm" if by_hip else tensor.device
         raise InvalidArgument(
-            f"a tensor on {tensor.device} can't be registered, only those in host memory or on a "
+            f"a tensor on {where} can't be registered, only those in host memory or on a "
             "CUDA GPU; copy it to the host first"
         )
     if not tensor.is_contiguous():

@@ -29,6 +29,7 @@ from fabric_ray.errors import (
     TransportUnavailable,
 )
 from tests.examples import examples
+from tests.on_device import on_device
 
 
 @pytest.fixture
@@ -178,6 +179,14 @@ def test_every_error_of_the_engine_names_its_peer_and_what_to_do() -> None:
         assert all(word in text for word in told), f"{name} keeps back one of {told}: {text}"
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), again.fields) == (type(error), text, error.fields)
+
+
+def test_memory_of_a_gpu_of_rocm_is_not_taken_for_the_host_s(
+    open_engine: Callable[..., TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(InvalidArgument, match="cuda:0 of ROCm can't be registered"):
+        open_engine().register(on_device(torch.zeros(16)))
 
 
 def test_registered_memory_cannot_be_freed_by_resizing(
