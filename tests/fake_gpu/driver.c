@@ -47,6 +47,8 @@ enum { MEMORY_TYPE = 2, BUFFER_ID = 7, IS_MANAGED = 8, DEVICE_ORDINAL = 9, IS_LE
 
 #define MOST_ALLOCATIONS 65536
 #define PAGE 4096
+/* Distances of rows inside a device that cuMemAllocPitch would give. */
+#define PITCH 512
 
 struct handle {
     int pid, fd;
@@ -57,7 +59,7 @@ struct handle {
 struct allocation {
     uint64_t base, len;
     char *bytes; /* null: freed */
-    int fd;
+    int fd, device;
     int opened; /* times that a peer's memory was imported; 0: this process's own */
     struct handle handle;
 };
@@ -70,6 +72,7 @@ struct op {
 };
 
 struct stream {
+    int device;
     struct op *first, **last;
     struct stream *next;
 };
@@ -86,24 +89,14 @@ static int count_of_allocations;
 static int initialised;
 static uint64_t records;
 static unsigned seed = 1;
-static __thread int depth;
 static __thread int capture_mode;
-static char context[] = "primary";
 
 static void die(const char *why) {
     fprintf(stderr, "fake CUDA driver: %s\n", why);
     abort();
 }
 
-/* Whether this thread may make a call that needs a context; `unsafe`: and that a capture forbids. */
-static Result permitted(int unsafe) {
-    if (!initialised)
-        return NOT_INITIALIZED;
-    if (depth < 1)
-        return INVALID_CONTEXT;
-    return unsafe && capture_mode != RELAXED ? CAPTURE_UNSUPPORTED : SUCCESS;
-}
-
+#include "devices.h"
 #include "host_memory.h"
 
 static struct allocation *find(uint64_t addr) {
@@ -133,7 +126,7 @@ static DevicePtr map(int fd, uint64_t len) {
     void *bytes = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED || bytes == MAP_FAILED)
         die("no address space");
-    *a = (struct allocation){.base = (uint64_t)base, .len = len, .bytes = bytes, .fd = fd};
+    *a = (struct allocation){.base = (uint64_t)base, .len = len, .bytes = bytes, .fd = fd, .device = current()};
     count_of_allocations++;
     return a->base;
 }
@@ -193,45 +186,6 @@ Result cuGetErrorName(Result error, const char **text) {
 
 Result cuGetErrorString(Result error, const char **text) { return cuGetErrorName(error, text); }
 
-Result cuDeviceGetCount(int *count) {
-    if (!initialised)
-        return NOT_INITIALIZED;
-    return *count = 1, SUCCESS;
-}
-
-Result cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? INVALID_VALUE : SUCCESS; }
-
-Result cuDeviceGetName(char *name, int len, int device) {
-    (void)device;
-    snprintf(name, len, "fake GPU");
-    return SUCCESS;
-}
-
-Result cuDeviceGetUuid_v2(char *uuid, int device) {
-    (void)device;
-    memcpy(uuid, "fake GPU 0123456", 16);
-    return SUCCESS;
-}
-
-Result cuDeviceGetPCIBusId(char *id, int len, int device) {
-    (void)device;
-    snprintf(id, len, "0000:fa:00.0");
-    return SUCCESS;
-}
-
-Result cuDeviceGetAttribute(int *value, int attribute, int device) {
-    (void)attribute, (void)device;
-    return *value = 0, SUCCESS;
-}
-
-Result cuDevicePrimaryCtxRetain(void **made, int device) { return *made = context, device ? INVALID_VALUE : SUCCESS; }
-Result cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
-Result cuCtxGetCurrent(void **current) { return *current = depth > 0 ? context : NULL, SUCCESS; }
-Result cuCtxSetCurrent(void *current) { return depth = current != NULL, SUCCESS; }
-Result cuCtxGetDevice(int *device) { return *device = 0, depth > 0 ? SUCCESS : INVALID_CONTEXT; }
-Result cuCtxPushCurrent_v2(void *pushed) { return pushed == context ? depth++, SUCCESS : INVALID_CONTEXT; }
-Result cuCtxPopCurrent_v2(void **popped) { return *popped = context, depth > 0 ? depth--, SUCCESS : INVALID_CONTEXT; }
-
 Result cuThreadExchangeStreamCaptureMode(int *mode) {
     int before = capture_mode;
     capture_mode = *mode;
@@ -252,8 +206,8 @@ Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, De
         switch (attributes[i]) {
         case MEMORY_TYPE: value = a ? 2 : is_known(ptr); break;
         case BUFFER_ID: value = a ? (uint64_t)(a - allocations) + 1 : 0, bytes = 8; break;
-        case DEVICE_ORDINAL: value = a ? 0 : (uint32_t)-2; break;
-        case IS_LEGACY_IPC: value = a && !a->opened, bytes = 1; break;
+        case DEVICE_ORDINAL: value = a ? (uint32_t)a->device : (uint32_t)-2; break;
+        case IS_LEGACY_IPC: value = a != NULL, bytes = 1; break;
         case IS_MANAGED: bytes = 1; break;
         case RANGE_START: value = a ? a->base : 0, bytes = 8; break;
         case RANGE_SIZE: value = a ? a->len : 0, bytes = 8; break;
@@ -308,61 +262,7 @@ Result cuMemFree_v2(DevicePtr ptr) {
     return result;
 }
 
-Result cuIpcGetMemHandle(struct handle *handle, DevicePtr ptr) {
-    Result refused = permitted(0);
-    if (refused)
-        return refused;
-    pthread_mutex_lock(&lock);
-    struct allocation *a = find(ptr);
-    if (a && (a->base != ptr || !a->bytes || a->opened))
-        a = NULL;
-    if (a)
-        *handle = (struct handle){getpid(), a->fd, a->len, a->base, {0}};
-    pthread_mutex_unlock(&lock);
-    return a ? SUCCESS : INVALID_VALUE;
-}
-
-/* As CUDA, not for memory of the same process; a handle that is open already has the address that it had. */
-Result cuIpcOpenMemHandle_v2(DevicePtr *ptr, struct handle handle, unsigned flags) {
-    char path[64];
-    Result refused = permitted(1);
-    if (refused)
-        return refused;
-    if (flags != 1)
-        return INVALID_VALUE;
-    if (handle.pid == getpid())
-        return INVALID_CONTEXT;
-    pthread_mutex_lock(&lock);
-    Result result = SUCCESS;
-    struct allocation *a = NULL;
-    for (int i = 0; i < count_of_allocations && !a; i++)
-        if (allocations[i].opened && !memcmp(&allocations[i].handle, &handle, sizeof handle))
-            a = &allocations[i];
-    if (!a) {
-        snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
-        int fd = open(path, O_RDWR | O_CLOEXEC);
-        if (fd < 0)
-            result = INVALID_VALUE;
-        else {
-            a = find(map(fd, handle.len));
-            a->handle = handle;
-        }
-    }
-    if (a)
-        a->opened++, *ptr = a->base;
-    pthread_mutex_unlock(&lock);
-    return result;
-}
-
-Result cuIpcCloseMemHandle(DevicePtr ptr) {
-    Result refused = permitted(1);
-    if (refused)
-        return refused;
-    pthread_mutex_lock(&lock);
-    Result result = forget(ptr, 1);
-    pthread_mutex_unlock(&lock);
-    return result;
-}
+#include "ipc.h"
 
 Result cuStreamCreate(struct stream **made, unsigned flags) {
     (void)flags;
@@ -370,11 +270,19 @@ Result cuStreamCreate(struct stream **made, unsigned flags) {
     if (refused)
         return refused;
     struct stream *s = calloc(1, sizeof *s);
+    s->device = current();
     s->last = &s->first;
     return *made = s, SUCCESS;
 }
 
+/* CUDA stages copies of memory that the stream's device has no access to: through the host, and slowly. */
+static int staged;
+
+int fake_staged_copies(void) { return staged; }
+
 static void copy(uint64_t to, uint64_t from, uint64_t len, struct stream *stream) {
+    struct allocation *a = find(from), *b = find(to);
+    staged += (a && !accesses(stream->device, a->device)) || (b && !accesses(stream->device, b->device));
     reach(from, len);
     /* What is looked at before the end is neither the old bytes nor the new. */
     memset(reach(to, len), 0xa5, len);
@@ -422,10 +330,12 @@ Result cuMemcpy2DAsync_v2(const struct rows *rows, struct stream *stream) {
         return refused;
     pthread_mutex_lock(&lock);
     uint64_t from = start(&rows->from, rows->width), to = start(&rows->to, rows->width);
-    for (size_t i = 0; i < rows->height; i++)
+    if (find(from) && find(to) && (rows->from.pitch % PITCH || rows->to.pitch % PITCH))
+        refused = INVALID_VALUE;
+    for (size_t i = 0; i < rows->height && !refused; i++)
         copy(to + i * rows->to.pitch, from + i * rows->from.pitch, rows->width, stream);
     pthread_mutex_unlock(&lock);
-    return SUCCESS;
+    return refused;
 }
 
 Result cuStreamSynchronize(struct stream *stream) {

@@ -17,10 +17,12 @@ pub type Event = *mut c_void;
 pub type DevicePtr = u64;
 
 pub const SUCCESS: Result = 0;
+pub const ERROR_INVALID_VALUE: Result = 1;
 pub const ERROR_OUT_OF_MEMORY: Result = 2;
 pub const ERROR_NOT_INITIALIZED: Result = 3;
 pub const ERROR_NO_DEVICE: Result = 100;
 pub const ERROR_NOT_READY: Result = 600;
+pub const ERROR_PEER_ACCESS_ALREADY_ENABLED: Result = 704;
 pub const ERROR_HOST_MEMORY_ALREADY_REGISTERED: Result = 712;
 pub const ERROR_NOT_PERMITTED: Result = 800;
 pub const ERROR_NOT_SUPPORTED: Result = 801;
@@ -110,8 +112,12 @@ pub struct Cuda {
     pub device_attribute: unsafe extern "C" fn(*mut c_int, c_int, Device) -> Result,
     pub primary_retain: unsafe extern "C" fn(*mut Context, Device) -> Result,
     pub primary_release: unsafe extern "C" fn(Device) -> Result,
+    /// Writes flags, and whether the process has the device's primary context; makes none.
+    pub primary_state: unsafe extern "C" fn(Device, *mut c_uint, *mut c_int) -> Result,
     pub context_push: unsafe extern "C" fn(Context) -> Result,
     pub context_pop: unsafe extern "C" fn(*mut Context) -> Result,
+    /// Current context: it accesses the memory of the given one from then on.
+    pub enable_peer_access: unsafe extern "C" fn(Context, flags: c_uint) -> Result,
     pub pointer_attributes:
         unsafe extern "C" fn(c_uint, *const c_int, *const *mut c_void, DevicePtr) -> Result,
     pub pointer_set_attribute: unsafe extern "C" fn(*const c_void, c_int, DevicePtr) -> Result,
@@ -172,8 +178,10 @@ impl Cuda {
                 device_attribute: library.get("cuDeviceGetAttribute")?,
                 primary_retain: library.get("cuDevicePrimaryCtxRetain")?,
                 primary_release: library.get("cuDevicePrimaryCtxRelease_v2")?,
+                primary_state: library.get("cuDevicePrimaryCtxGetState")?,
                 context_push: library.get("cuCtxPushCurrent_v2")?,
                 context_pop: library.get("cuCtxPopCurrent_v2")?,
+                enable_peer_access: library.get("cuCtxEnablePeerAccess")?,
                 pointer_attributes: library.get("cuPointerGetAttributes")?,
                 pointer_set_attribute: library.get("cuPointerSetAttribute")?,
                 address_range: library.get("cuMemGetAddressRange_v2")?,

@@ -67,6 +67,16 @@ impl Rows {
         true
     }
 
+    /// Each of them.
+    fn each(&self) -> impl Iterator<Item = CopyRange> {
+        let Self { first, to_pitch, from_pitch, count } = *self;
+        (0..count).map(move |i| CopyRange {
+            to: first.to + i * to_pitch,
+            from: first.from + i * from_pitch,
+            len: first.len,
+        })
+    }
+
     /// The one range that they are, if they follow each other without gaps at both ends.
     fn range(&self) -> Option<CopyRange> {
         let CopyRange { to, from, len } = self.first;
@@ -120,19 +130,24 @@ impl CopyStream {
                 event as usize
             }
         };
+        let one = |p: CopyRange| {
+            // SAFETY: a range of the caller's; the stream is ours.
+            let rc = unsafe { (table.copy_async)(p.to as u64, p.from as u64, p.len, stream) };
+            self.driver.check("cuMemcpyAsync", rc)
+        };
         let queue = || {
             for rows in Rows::of(pieces) {
                 if let Some(p) = rows.range() {
-                    // SAFETY: the caller's ranges; the stream is ours.
-                    let rc =
-                        unsafe { (table.copy_async)(p.to as u64, p.from as u64, p.len, stream) };
-                    self.driver.check("cuMemcpyAsync", rc)?;
+                    one(p)?;
                     continue;
                 }
                 let parameters = self.parameters(&rows)?;
                 // SAFETY: the caller's ranges, by rows; the stream is ours.
-                let rc = unsafe { (table.copy_rows_async)(&parameters, stream) };
-                self.driver.check("cuMemcpy2DAsync", rc)?;
+                match unsafe { (table.copy_rows_async)(&parameters, stream) } {
+                    // Inside a device, distances that cuMemAllocPitch didn't give may be refused.
+                    sys::ERROR_INVALID_VALUE => rows.each().try_for_each(one)?,
+                    rc => self.driver.check("cuMemcpy2DAsync", rc)?,
+                }
             }
             // SAFETY: event and stream are ours.
             self.driver
@@ -376,15 +391,6 @@ mod tests {
     use super::*;
     use crate::{memory::file::FileBackend, wake::Waker};
 
-    fn expanded(rows: &Rows) -> Vec<CopyRange> {
-        let row = |i| CopyRange {
-            to: rows.first.to + i * rows.to_pitch,
-            from: rows.first.from + i * rows.from_pitch,
-            len: rows.first.len,
-        };
-        (0..rows.count).map(row).collect()
-    }
-
     #[test]
     fn the_columns_of_a_matrix_are_one_call_and_a_whole_matrix_is_one_range() {
         let column = |i: usize| CopyRange { to: 384 * i, from: (1 << 20) + 1536 * i, len: 384 };
@@ -422,7 +428,7 @@ mod tests {
                 })
                 .collect();
             let rows = Rows::of(&pieces);
-            let same: Vec<CopyRange> = rows.iter().flat_map(expanded).collect();
+            let same: Vec<CopyRange> = rows.iter().flat_map(Rows::each).collect();
             prop_assert_eq!(same, pieces);
             for r in rows.iter().filter(|r| r.count > 1) {
                 prop_assert!(r.to_pitch.min(r.from_pitch) >= r.first.len);
