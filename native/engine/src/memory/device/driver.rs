@@ -24,6 +24,8 @@ pub(crate) struct Driver {
     pub(super) devices: Vec<Device>,
     /// Primary contexts, retained for the life of the process: one for each device, once used.
     contexts: Mutex<Vec<Option<usize>>>,
+    /// Pairs of devices for which peer access was asked for.
+    peers: Mutex<Vec<(i32, i32)>>,
     /// Forks before it was initialised. In a child of a later one no call works.
     forks: u32,
 }
@@ -91,8 +93,8 @@ impl Driver {
         }
         let devices = (0..count).map(|i| Device::of(&table, i)).collect::<Result<Vec<_>, _>>()?;
         let contexts = Mutex::new(vec![None; devices.len()]);
-        let forks = count_forks();
-        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts, forks }))
+        let (peers, forks) = (Mutex::new(Vec::new()), count_forks());
+        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts, peers, forks }))
     }
 
     pub fn device(&self, ordinal: i32) -> Result<&Device, DomainError> {
@@ -105,28 +107,48 @@ impl Driver {
         self.devices.iter().position(|d| d.uuid == *uuid).map(|i| i as i32)
     }
 
+    /// A device's primary context, retained for the life of the process.
+    fn context(&self, ordinal: i32) -> Result<sys::Context, DomainError> {
+        let device = self.device(ordinal)?;
+        let mut contexts = self.contexts.lock();
+        if let Some(context) = contexts[ordinal as usize] {
+            return Ok(context as *mut _);
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: a device of this driver; retained for good.
+        let rc = unsafe { (self.table.primary_retain)(&mut context, device.raw) };
+        self.check("cuDevicePrimaryCtxRetain", rc)?;
+        contexts[ordinal as usize] = Some(context as usize);
+        Ok(context)
+    }
+
+    /// Has the copy engine of one device access another's memory directly, where the two have a
+    /// path. Without, the driver stages copies between them through host memory.
+    pub fn access_peer(&'static self, device: i32, owner: i32) -> Result<(), DomainError> {
+        if device == owner || self.peers.lock().contains(&(device, owner)) {
+            return Ok(());
+        }
+        let context = self.context(owner)?;
+        let _current = self.enter(device)?;
+        // SAFETY: two contexts that stay retained, the other one current.
+        let rc = unsafe { (self.table.enable_peer_access)(context, 0) };
+        if rc != sys::ERROR_PEER_ACCESS_ALREADY_ENABLED {
+            if let Err(error) = self.check("cuCtxEnablePeerAccess", rc) {
+                tracing::warn!(%error, "copies between cuda:{device} and cuda:{owner} are slow");
+            }
+        }
+        self.peers.lock().push((device, owner));
+        Ok(())
+    }
+
     /// Makes a device's primary context, the one that torch uses too, current on this thread.
     ///
     /// What is called meanwhile has nothing to do with streams that another thread captures into a
     /// graph, and neither breaks that nor is refused because of it.
     pub fn enter(&'static self, ordinal: i32) -> Result<CurrentContext, DomainError> {
-        let device = self.device(ordinal)?;
-        let context = {
-            let mut contexts = self.contexts.lock();
-            match contexts[ordinal as usize] {
-                Some(context) => context,
-                None => {
-                    let mut context = std::ptr::null_mut();
-                    // SAFETY: a device of this driver; retained for good.
-                    let rc = unsafe { (self.table.primary_retain)(&mut context, device.raw) };
-                    self.check("cuDevicePrimaryCtxRetain", rc)?;
-                    contexts[ordinal as usize] = Some(context as usize);
-                    context as usize
-                }
-            }
-        };
+        let context = self.context(ordinal)?;
         // SAFETY: a context that stays retained.
-        self.check("cuCtxPushCurrent", unsafe { (self.table.context_push)(context as *mut _) })?;
+        self.check("cuCtxPushCurrent", unsafe { (self.table.context_push)(context) })?;
         let mut mode = sys::CAPTURE_MODE_RELAXED;
         // SAFETY: reads and writes one number.
         let rc = unsafe { (self.table.exchange_capture_mode)(&mut mode) };
@@ -376,34 +398,5 @@ fn check(table: &Cuda, call: &'static str, rc: sys::Result) -> Result<(), Domain
 }
 
 #[cfg(test)]
-impl Driver {
-    /// A driver that has no devices, so that none can be entered and no other call is made.
-    pub fn without_devices() -> &'static Self {
-        extern "C" fn never() {
-            unreachable!("a call of a driver without devices")
-        }
-        const CALLS: usize = size_of::<Cuda>() / size_of::<usize>();
-        // SAFETY: the table is made of pointers to functions only, and none of them is called.
-        let table = unsafe {
-            std::mem::transmute::<[extern "C" fn(); CALLS], Cuda>([never as extern "C" fn(); CALLS])
-        };
-        let contexts = Mutex::new(Vec::new());
-        Box::leak(Box::new(Self { table, devices: Vec::new(), contexts, forks: count_forks() }))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_machine_without_the_driver_says_so_and_looking_starts_nothing() {
-        if std::path::Path::new("/dev/nvidiactl").exists() {
-            return;
-        }
-        assert!(Driver::in_use().is_none());
-        let e = Driver::open().map(|_| ()).unwrap_err().to_string();
-        assert!(e.contains("libcuda.so.1") || e.contains("cuInit"), "{e}");
-        assert!(Driver::in_use().is_none());
-    }
-}
+#[path = "driver_tests.rs"]
+mod tests;

@@ -196,6 +196,10 @@ impl CopyTask<'_> {
                 device::CopyRange { to, from, len: len as usize }
             })
             .collect();
+        if let RegionAccess::Device(owner, _) = self.import.reach {
+            let driver = device::Driver::open().map_err(failed)?;
+            driver.access_peer(device, owner).map_err(failed)?;
+        }
         // SAFETY: the local ranges lie in a region that the request keeps registered; the remote
         // ones in an import whose bounds were checked and that keeps its mapping.
         unsafe { device::copy_now(device, &pieces) }.map_err(failed)
