@@ -107,6 +107,18 @@ impl Driver {
         self.devices.iter().position(|d| d.uuid == *uuid).map(|i| i as i32)
     }
 
+    /// The first device that this process uses, for memory of devices that it doesn't see. The
+    /// first of all would get a context that takes its memory.
+    pub fn device_in_use(&self) -> i32 {
+        let used = |device: &Device| {
+            let (mut flags, mut active) = (0, 0);
+            // SAFETY: writes two numbers.
+            let rc = unsafe { (self.table.primary_state)(device.raw, &mut flags, &mut active) };
+            rc == sys::SUCCESS && active != 0
+        };
+        self.devices.iter().position(used).unwrap_or(0) as i32
+    }
+
     /// A device's primary context, retained for the life of the process.
     fn context(&self, ordinal: i32) -> Result<sys::Context, DomainError> {
         let device = self.device(ordinal)?;

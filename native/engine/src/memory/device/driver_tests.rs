@@ -93,10 +93,18 @@ unsafe extern "C" fn enable(peer: sys::Context, flags: u32) -> sys::Result {
     })
 }
 
+/// The second of three devices is in use.
+unsafe extern "C" fn state(device: c_int, _: *mut u32, active: *mut c_int) -> sys::Result {
+    // SAFETY: the caller's place.
+    unsafe { *active = c_int::from(device == 1) };
+    sys::SUCCESS
+}
+
 fn of_three() -> &'static Driver {
     Driver::of_calls(3, |table| {
         (table.primary_retain, table.context_push, table.context_pop) = (retain, push, pop);
         (table.exchange_capture_mode, table.enable_peer_access) = (exchange, enable);
+        table.primary_state = state;
     })
 }
 
@@ -110,4 +118,10 @@ fn a_copy_engine_accesses_another_device_directly_and_asks_once() {
     assert_eq!(calls.enabled, [(100, 101), (101, 100)]);
     assert!(calls.current.is_empty(), "a context stays current");
     assert_eq!(calls.retained, [1, 0], "a device that isn't used gets a context");
+}
+
+#[test]
+fn memory_of_devices_that_are_not_seen_is_mapped_where_the_process_has_a_context() {
+    assert_eq!(of_three().device_in_use(), 1);
+    assert!(CALLS.take().retained.is_empty(), "looking makes a context");
 }

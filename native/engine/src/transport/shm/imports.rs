@@ -156,7 +156,7 @@ impl Imports {
     ) -> Result<(), DomainError> {
         let driver = Driver::open()?;
         // From CUDA 10.1 on, devices that this process does not see can be mapped too.
-        let device = driver.ordinal_of(&uuid).unwrap_or(0);
+        let device = driver.ordinal_of(&uuid).unwrap_or_else(|| driver.device_in_use());
         if same_process {
             let base = (base + offset) as usize;
             self.add(Import { key, len, base, reach: RegionAccess::Device(device, None) });
