@@ -38,6 +38,9 @@ pub struct CudaRange {
 pub enum CudaKind {
     /// cudaMalloc, as torch's allocator does by default: other processes can map it.
     Malloc,
+    /// The same, which this process can't export: another process has exported it to this one, or
+    /// the driver has no IPC.
+    Private,
     /// cudaMallocAsync.
     Pool,
     /// Mapped piecewise (cuMemMap), as torch's expandable segments are.
@@ -57,7 +60,7 @@ pub fn locate(addr: usize, len: u64) -> Result<Location> {
     locate_by(driver, addr as u64, len)
 }
 
-fn locate_by(driver: &Driver, addr: u64, len: u64) -> Result<Location> {
+fn locate_by(driver: &'static Driver, addr: u64, len: u64) -> Result<Location> {
     let failed = |e: DomainError| EngineError::Resource {
         call: "register",
         cause: e.to_string(),
@@ -85,15 +88,18 @@ fn locate_by(driver: &Driver, addr: u64, len: u64) -> Result<Location> {
     let device = device as u32 as i32;
     // Drivers before 11.3 don't know pools.
     let pool = driver.attributes([pointer::MEMPOOL_HANDLE], addr).is_ok_and(|[h]| h != 0);
+    // The attribute is that of the allocation, whichever process made it.
+    let exports = || driver.export(device, base).is_ok();
     let kind = match (legacy as u32 != 0, pool) {
-        (true, _) => CudaKind::Malloc,
+        (true, _) if exports() => CudaKind::Malloc,
+        (true, _) => CudaKind::Private,
         (_, true) => CudaKind::Pool,
         _ => CudaKind::Mapped,
     };
     let last = driver.attributes([pointer::MEMORY_TYPE, pointer::DEVICE_ORDINAL], addr + len - 1);
     let [last_kind, last_device] = last.map_err(failed)?;
     let inside = match kind {
-        CudaKind::Malloc => contains((base, size), (addr, len)),
+        CudaKind::Malloc | CudaKind::Private => contains((base, size), (addr, len)),
         // Neighbouring pieces are as good as one, as long as the device is the same.
         _ => (last_kind as u32, last_device as u32 as i32) == (sys::MEMORYTYPE_DEVICE, device),
     };
@@ -102,7 +108,10 @@ fn locate_by(driver: &Driver, addr: u64, len: u64) -> Result<Location> {
             "{len} bytes at {addr:#x} pass the end of their allocation on cuda:{device}"
         )));
     }
-    let (base, len) = if kind == CudaKind::Malloc { (base, size) } else { (addr, len) };
+    let (base, len) = match kind {
+        CudaKind::Malloc | CudaKind::Private => (base, size),
+        CudaKind::Pool | CudaKind::Mapped => (addr, len),
+    };
     let pci = driver.device(device).map_err(failed)?.pci.clone();
     Ok(Location::Cuda(CudaRange { device, pci, base, len, kind }))
 }
@@ -151,7 +160,7 @@ impl CudaRange {
     pub fn dmabuf(&self, addr: u64) -> std::result::Result<Dmabuf, DomainError> {
         let driver = Driver::open()?;
         // Also for drivers that use peermem instead of a dma-buf.
-        if self.kind == CudaKind::Malloc {
+        if matches!(self.kind, CudaKind::Malloc | CudaKind::Private) {
             driver.sync_memops(self.device, self.base)?;
         }
         if !driver.device_attribute(self.device, sys::DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? {
@@ -169,7 +178,7 @@ impl CudaRange {
     /// Why this memory in particular can't be handed out, and what to change.
     fn explained(&self, e: &DomainError) -> DomainError {
         let remedy = match self.kind {
-            CudaKind::Malloc => "",
+            CudaKind::Malloc | CudaKind::Private => "",
             CudaKind::Pool => {
                 "; the memory comes from cudaMallocAsync: take `backend:cudaMallocAsync` out of \
                  PYTORCH_CUDA_ALLOC_CONF"
