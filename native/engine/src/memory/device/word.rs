@@ -2,8 +2,8 @@
 //! wait.
 
 use std::sync::atomic::{
-    AtomicU64,
-    Ordering::{Acquire, Release},
+    fence, AtomicU64,
+    Ordering::{Acquire, Release, SeqCst},
 };
 
 use fabric_sys::{
@@ -130,11 +130,23 @@ impl DeviceWord {
     }
 
     pub fn load(&self) -> u64 {
-        self.word().load(Acquire)
+        let value = self.word().load(Acquire);
+        self.fence();
+        value
     }
 
     pub fn store(&self, value: u64) {
+        self.fence();
         self.word().store(value, Release);
+        self.fence();
+    }
+
+    /// Orders accesses of GPU memory. GDRCopy maps it write-combining: its stores pass earlier ones
+    /// and stay in the CPU's buffers until a fence, its loads pass each other.
+    fn fence(&self) {
+        if let WordMemory::Gdr { .. } = self.home {
+            fence(SeqCst);
+        }
     }
 
     /// Address for kernels.
