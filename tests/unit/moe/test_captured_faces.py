@@ -202,6 +202,24 @@ def test_a_dispatch_that_waits_for_a_device_is_refused_before_anything_is_launch
     hybrid.destroy()
 
 
+def forth_and_back(buffer: Buffer, tokens: int) -> tuple[Tensor, Any, Tensor, Tensor]:
+    """A rank's tokens in normal calls, the handle, the rows that came, and sums."""
+    x, idx, w = batch(buffer.rank, tokens, EXPERTS, TOPK, HIDDEN)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
+    assert isinstance(rows, Tensor)
+    sums, *_ = buffer.combine(rows, handle)
+    return x, handle, rows, sums
+
+
+def once_more(buffer: Buffer, x: Tensor, handle: Any) -> tuple[Tensor, Tensor]:
+    """Rows and sums by a handle."""
+    rows, *_ = buffer.dispatch(x, handle=handle)
+    assert isinstance(rows, Tensor)
+    sums, *_ = buffer.combine(rows, handle)
+    return rows, sums
+
+
 @on_all_ranks(2)
 def test_replays_go_on_when_buffers_have_grown(
     comm: ThreadComm, host: Host, captured: Capture
@@ -209,28 +227,14 @@ def test_replays_go_on_when_buffers_have_grown(
     graph = Graph()
     buffer = Buffer(comm=comm, launcher=graph.launcher(host.another()))
 
-    def dispatch(tokens: int) -> tuple[Tensor, Any, Tensor]:
-        x, idx, w = batch(comm.rank(), tokens, EXPERTS, TOPK, HIDDEN)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
-        rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
-        assert isinstance(rows, Tensor)
-        buffer.combine(rows, handle)
-        return x, handle, rows
-
-    def again() -> tuple[Tensor, Tensor]:
-        repeated, *_ = buffer.dispatch(x, handle=handle)
-        assert isinstance(repeated, Tensor)
-        sums, *_ = buffer.combine(repeated, handle)
-        return repeated, sums
-
-    x, handle, rows = dispatch(M)
-    again()  # makes the exchange
+    x, handle, rows, wanted = forth_and_back(buffer, M)
+    once_more(buffer, x, handle)  # makes the exchange
     with captured(), graph.capture():
-        repeated, sums = again()
+        repeated, sums = once_more(buffer, x, handle)
     graph.replay()
     buffer.check()
-    wanted = sums.clone()
-    dispatch(200)
+    assert torch.equal(sums, wanted)
+    forth_and_back(buffer, 200)
     x.neg_()
     comm.all_gather(b"")
     graph.replay()
@@ -247,34 +251,21 @@ def test_buffers_do_not_grow_when_graphs_of_some_ranks_have_calls(
     """One rank replays, the other one makes the calls; larger buffers would part them."""
     graph = Graph()
     buffer = Buffer(comm=comm, launcher=graph.launcher(host.another()))
-    x, idx, w = batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
-    rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
-    assert isinstance(rows, Tensor)
-    wanted, *_ = buffer.combine(rows, handle)
-
-    def again() -> Tensor:
-        repeated, *_ = buffer.dispatch(x, handle=handle)
-        assert isinstance(repeated, Tensor)
-        sums, *_ = buffer.combine(repeated, handle)
-        return sums
-
-    again()  # makes the exchange
+    x, handle, _, wanted = forth_and_back(buffer, M)
+    once_more(buffer, x, handle)  # makes the exchange
     alone = comm.rank() == 0
     with captured() if alone else nullcontext(), graph.capture() if alone else nullcontext():
-        sums = again()
+        _, sums = once_more(buffer, x, handle)
     for _ in range(2):
         comm.all_gather(b"")
         if alone:
             graph.replay()
         else:
-            sums = again()
+            _, sums = once_more(buffer, x, handle)
         buffer.check()
         assert torch.equal(sums, wanted)
-        more, idx, w = batch(comm.rank(), 200, EXPERTS, TOPK, HIDDEN)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
         with pytest.raises(errors.Unsupported, match=r"graphs of ranks \[0\]"):
-            buffer.dispatch(more, None, per_rank, None, in_rank, per_expert, idx, w)
+            forth_and_back(buffer, 200)
     buffer.destroy()
 
 

@@ -66,21 +66,21 @@ unsafe extern "C" fn retain(context: *mut sys::Context, device: sys::Device) -> 
     sys::SUCCESS
 }
 
-unsafe extern "C" fn push(context: sys::Context) -> sys::Result {
+extern "C" fn push(context: sys::Context) -> sys::Result {
     CALLS.with_borrow_mut(|calls| calls.current.push(context as usize));
     sys::SUCCESS
 }
 
-unsafe extern "C" fn pop(_: *mut sys::Context) -> sys::Result {
+extern "C" fn pop(_: *mut sys::Context) -> sys::Result {
     CALLS.with_borrow_mut(|calls| calls.current.pop());
     sys::SUCCESS
 }
 
-unsafe extern "C" fn exchange(_: *mut c_int) -> sys::Result {
+extern "C" fn exchange(_: *mut c_int) -> sys::Result {
     sys::SUCCESS
 }
 
-unsafe extern "C" fn enable(peer: sys::Context, flags: u32) -> sys::Result {
+extern "C" fn enable(peer: sys::Context, flags: u32) -> sys::Result {
     CALLS.with_borrow_mut(|calls| {
         let access = (calls.current.last().copied().unwrap_or(0), peer as usize);
         calls.enabled.push(access);
