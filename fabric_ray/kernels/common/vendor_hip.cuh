@@ -1,4 +1,4 @@
-// AMD, CDNA. UNPROVEN: clang has compiled it for gfx90a, gfx942 and gfx950, without ROCm's headers; it
+// AMD, CDNA. UNPROVEN: hipcc of ROCm 5.2 compiles it for gfx90a, a newer clang for gfx942 and gfx950; it
 // has never run, and nothing launches it yet.
 #pragma once
 
