@@ -30,7 +30,7 @@ use crate::{
     EngineError,
 };
 
-const PAGE: usize = if cfg!(loom) { 2 } else { 1024 };
+const PAGE: usize = if cfg!(loom) { 2 } else { 256 };
 const PAGES: usize = crate::api::SLOTS as usize / PAGE;
 
 pub(super) struct Expectation {

@@ -28,7 +28,13 @@ use crate::worlds::World;
 const SOON: Duration = Duration::from_secs(60);
 
 fn pattern(n: usize, salt: u8) -> Vec<u8> {
-    (0..n).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ salt).collect()
+    const PERIOD: usize = 1 << 16;
+    let byte = |i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ salt;
+    let mut bytes: Vec<u8> = (0..n.min(PERIOD)).map(byte).collect();
+    while bytes.len() < n {
+        bytes.extend_from_within(..(n - bytes.len()).min(PERIOD));
+    }
+    bytes
 }
 
 /// A region of `engine` filled with a pattern, and the pattern.

@@ -1,6 +1,9 @@
 //! Runs a case, and checks after every step.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, LazyLock},
+    time::Duration,
+};
 
 use fabric_engine::{
     api::{EngineConfig, Imm},
@@ -23,6 +26,9 @@ const QUIET: Ns = 50 * MS;
 /// Time after the last fault by which every operation with a live peer ends, beside the peer
 /// timeout.
 const BOUND: Ns = 300 * MS;
+
+/// To make them takes asking the system for the number of cores.
+static DEFAULTS: LazyLock<EngineConfig> = LazyLock::new(EngineConfig::default);
 
 /// One incarnation of a node.
 pub struct Incarnation {
@@ -114,7 +120,7 @@ impl<'a> Run<'a> {
             name: format!("life {}", self.incarnations.len()),
             op_timeout: Duration::from_nanos(OP_TIMEOUT),
             peer_timeout: Duration::from_nanos(self.case.shape.peer_timeout),
-            ..EngineConfig::default()
+            ..DEFAULTS.clone()
         }
     }
 

@@ -39,6 +39,10 @@ fn explore_all(scopes: &[Scope], most: usize) -> Vec<(String, Explored)> {
     done.into_inner()
 }
 
+fn few() -> bool {
+    env("FABRIC_SIM_RUNS", 20_000) < 20_000
+}
+
 fn all_hold(scopes: &[Scope], most: usize) {
     let explored = explore_all(scopes, most);
     let broken = explored.iter().filter_map(|(name, e)| Some((name, e.broken.as_ref()?)));
@@ -52,14 +56,14 @@ fn all_hold(scopes: &[Scope], most: usize) {
 
 #[test]
 fn every_order_at_small_scope_keeps_the_promises() {
-    all_hold(&scopes::small(), usize::MAX);
+    all_hold(&scopes::small(few()), usize::MAX);
 }
 
 /// The state is a digest of what engines have seen: equal states must have equal continuations.
 #[test]
 fn pruned_orders_equal_explored_orders() {
-    let scopes = scopes::small();
-    let most = if env("FABRIC_SIM_RUNS", 20_000) < 20_000 { 4 } else { 8 };
+    let scopes = scopes::small(few());
+    let most = if few() { 3 } else { 8 };
     for scope in scopes.iter().filter(|s| s.budget.losses == 1).take(most) {
         let (pruned, each) = (explore(scope, usize::MAX), explore_one_by_one(scope));
         assert_eq!(pruned.orders, each.orders, "{}", scope.name);
