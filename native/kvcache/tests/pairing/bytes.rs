@@ -5,6 +5,7 @@ use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
 use crate::caches::{instance, Form, Head, Layer, Model, Page, Tensor, Token};
+use crate::cases;
 use crate::replay::{check, fewest, send, Request};
 use crate::requests::{choices, instances, request};
 
@@ -33,7 +34,7 @@ fn tensors_that_are_neighbours_in_one_page_only_are_sent_apart() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+    #![proptest_config(cases(3000))]
 
     #[test]
     fn every_needed_byte_arrives_once_and_from_the_right_place(

@@ -7,6 +7,7 @@ use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
 use crate::caches::{instance, Form, Head, Layer, Model, Page, Tensor, Token};
+use crate::cases;
 use crate::requests::instances;
 
 /// Keys and values of 2 layers, 4 pages, 2 heads, 8 tokens, 4 bytes a row.
@@ -167,7 +168,7 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 20_000, ..ProptestConfig::default() })]
+    #![proptest_config(cases(20_000))]
 
     #[test]
     fn what_passes_has_no_byte_twice_and_none_outside(layout in neighbours()) {
@@ -230,7 +231,7 @@ fn number() -> impl Strategy<Value = u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(cases(2000))]
 
     #[test]
     fn damaged_layouts_never_panic(

@@ -5,6 +5,7 @@ use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
 use crate::caches::{cache, instance, Form, Head, Layer, Model, Page, Tensor, Token};
+use crate::cases;
 use crate::requests::instances;
 
 fn groups(tensors: &[(&str, u32)]) -> Vec<(Model, Form)> {
@@ -118,7 +119,7 @@ fn the_choice_is_the_documented_one() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(cases(300))]
 
     #[test]
     fn a_link_that_is_asked_for_again_is_the_same(of in instances(), salt in any::<u64>()) {

@@ -1,5 +1,6 @@
 //! Replicas share the load; boxes are cut only where that levels it.
 
+use crate::cases;
 use crate::common::{container, leaf, mesh, tensor};
 use fabric_plan::Placement::{Replicate, Shard};
 use fabric_plan::{plan, ContainerSpec, Options, Plan, Role, Side, SideSpec};
@@ -89,7 +90,7 @@ fn sources_start_with_different_targets() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(cases(200))]
 
     #[test]
     fn with_replicas_everywhere_senders_are_balanced_within_a_few_percent(

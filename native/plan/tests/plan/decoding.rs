@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use crate::cases;
 use crate::common::scenario::scenario;
 use fabric_plan::{plan, Extra, Options, Plan, PlanError, Role, Side, SideSpec};
 use proptest::prelude::*;
@@ -37,7 +38,7 @@ fn use_it(plan: &Plan) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(cases(2000))]
 
     #[test]
     fn a_changed_byte_is_noticed(

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use crate::cases;
 use crate::common::arrays::{buffers, elements};
 use crate::common::scenario::{scenario, Scenario};
 use fabric_plan::{apply, plan, Copy, Extra, Options, Plan, Role, Side};
@@ -32,7 +33,7 @@ fn bytes_of(copy: &Copy<'_>) -> Vec<(u64, u64)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(cases(1500))]
 
     #[test]
     fn every_target_byte_arrives_and_no_other_changes(tape in tape(), split in 0u64..64) {
