@@ -29,6 +29,12 @@ export RAY_worker_niceness ?= 0
 # Dozens of processes share the cores: a second thread of torch in each spins more than it computes.
 $(TESTED): export OMP_NUM_THREADS ?= 1
 
+# CLIPPY=1 lints crates as they are compiled: checking them apart takes as long as a quarter of the build.
+ifdef CLIPPY
+export RUSTC_WORKSPACE_WRAPPER := clippy-driver
+export CLIPPY_ARGS := -D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__
+endif
+
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
 .PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
@@ -43,23 +49,18 @@ demo: $(DONE)/native
 # would build the engine once for each.
 TESTED_CRATES := --workspace --exclude fabric-microbench
 
-# BESIDE names targets that run beside the end of the build, most of which needs one core only; LAST, what takes no time
-# from the last of the tests.
-BESIDE ?=
-LAST ?=
-
 test: $(DONE)/tools
 	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/venv
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(DONE)/native-dev $(BESIDE)
 	$(MAKE) --no-print-directory test-lanes
 
 build-rust-tests: $(DONE)/tools
-	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
+	cd native && cargo build $(TESTED_CRATES) --quiet --bins --tests --examples
 
-# A tenth of the random schedules, and an eighth of the examples of property tests, that are drawn by default;
-# make test-long draws all.
+# A tenth to a fifth of the random schedules and an eighth of the examples of property tests that are drawn by default,
+# and the smaller of the scopes whose every order is tried; make test-long draws all.
 test-rust: export FABRIC_SIM_RUNS ?= 2000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 40
+test-rust: export FABRIC_KV_SCHEDULES ?= 60
 test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 # What faster ones nearly cover.
 SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run
@@ -73,19 +74,24 @@ UNITS := $(wildcard tests/integration/test_compat_*.py) \
 	$(addprefix tests/unit/,cli compat families inference kvcache plan replica rl trainers weights)
 OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(EXPERTS))
 PAGES := tests/docs
-# What watches a clock closely: two of them side by side, after all others.
+# What watches a clock closely: side by side, after all others, with what lets them go first.
 CHAOS := tests/chaos tests/soak $(addprefix tests/integration/test_,idle.py starved_hosts.py)
 DEATHS := tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
 PROCESSES := tests/rdma $(filter-out $(CHAOS) $(DEATHS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first; what waits most beside what computes most.
-LANES := test-actors test-units test-experts test-others test-processes test-pages
+LANES := test-actors test-units test-experts test-others test-processes
+LAST_LANES := test-deaths test-chaos test-pages
 
-# What was left out by any of them for want of a tool is listed at last.
+# BESIDE names targets that run beside the first lanes, where the core that Python loads isn't built yet; LAST, beside
+# the last. What was left out by any lane for want of a tool is listed at last.
+BESIDE ?=
+LAST ?=
+
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
-test-lanes: $(DONE)/native-dev
+test-lanes: $(DONE)/venv
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-deaths test-chaos $(LAST)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(DONE)/native-dev $(BESIDE) $(LANES)
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(LAST_LANES) $(LAST)
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
@@ -93,13 +99,14 @@ check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 	$(if $(CRATE),cd native && cargo test --quiet -p $(CRATE) --lib --tests -- $(ARGS),$(BIN)/python -m pytest -q $(ARGS))
 
 # pytest-timeout ends a test in the interpreter; where that stands still, its process ends, with every thread's stack.
-$(LANES) test-deaths test-chaos: test-%: $(DONE)/native-dev
-	$(BIN)/python -m pytest -q -p no:cacheprovider -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true \
-		$($(shell echo $* | tr a-z A-Z))
+$(LANES) $(LAST_LANES): test-%: $(DONE)/native-dev
+	$(if $(filter pages,$*),nice -n 19) $(BIN)/python -m pytest -q -p no:cacheprovider \
+		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
-	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- $(SLOW_RUST) schedules pruned_orders tokens_flow_on)
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- $(SLOW_RUST) schedules pruned_orders every_order \
+		tokens_flow_on properties:: bytes:: layouts:: spread:: balance:: decoding::)
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 
@@ -151,7 +158,7 @@ lint-python: $(DONE)/venv
 # Either build will do. Tests that watch a clock may run beside it.
 lint-native: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	cd native && cargo fmt --all --check
-	cd native && nice -n 19 cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
+	$(if $(CLIPPY),,cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m mypy.stubtest fabric_ray._native --mypy-config-file scripts/stubtest.ini
 
 docs: $(DONE)/native
