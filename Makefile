@@ -54,7 +54,12 @@ test: $(DONE)/tools
 	$(MAKE) --no-print-directory test-lanes
 
 build-rust-tests: $(DONE)/tools
-	cd native && cargo build $(TESTED_CRATES) --quiet --bins --tests --examples
+	cd native && cargo build $(TESTED_CRATES) --quiet --bins --examples --test '*'
+
+# The engine's unit tests are compiled without optimisation, a third of the work, which they lose little by. Those of the
+# other crates share the optimised engine.
+UNIT := $(TESTED_CRATES) $(addprefix --exclude fabric-,engine simulate python) --lib --bins
+ENGINE_UNIT := -p fabric-engine --lib --config profile.dev.package.fabric-engine.opt-level=0
 
 # A tenth to a fifth of the random schedules and an eighth of the examples of property tests that are drawn by default,
 # and the smaller of the scopes whose every order is tried; make test-long draws all.
@@ -64,8 +69,11 @@ test-rust: export FABRIC_KV_SCHEDULES ?= 60
 test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 # What faster ones nearly cover.
 SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run
+tests = cd native && MAKEFLAGS= cargo test --quiet $(1) -- $(addprefix --skip ,$(SLOW_RUST))
 test-rust: $(DONE)/tools
-	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet -- $(addprefix --skip ,$(SLOW_RUST))
+	$(call tests,$(TESTED_CRATES) --examples --test '*')
+	$(call tests,$(UNIT))
+	$(call tests,$(ENGINE_UNIT))
 
 # Most of what waits for actors or other processes is waiting: they run side by side with what computes.
 ACTORS := tests/ray

@@ -72,7 +72,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FABRIC_RAY_TRANSPORT")
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.long)])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FABRIC_RAY_TRANSPORT", request.param)
     return str(request.param)

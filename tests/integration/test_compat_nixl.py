@@ -78,7 +78,7 @@ class Target:
         return list(self.other.ask(("notifications",)).get("initiator", []))
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=[pytest.param("shm", marks=pytest.mark.long), "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FABRIC_RAY_TRANSPORT", request.param)
     return str(request.param)

@@ -119,10 +119,14 @@ def test_a_transfer_is_on_the_screen_for_as_long_as_it_goes_on(
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (lambda top: top.press(b"q"), Code.DONE),
+        pytest.param(lambda top: top.press(b"q"), Code.DONE, marks=pytest.mark.long),
         (lambda top: top.press(b"\x03"), Code.DONE),
         (lambda top: top.process.terminate(), 128 + signal.SIGTERM),
-        (lambda top: top.process.send_signal(signal.SIGHUP), 128 + signal.SIGHUP),
+        pytest.param(
+            lambda top: top.process.send_signal(signal.SIGHUP),
+            128 + signal.SIGHUP,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["q", "Ctrl-C", "SIGTERM", "SIGHUP"],
 )

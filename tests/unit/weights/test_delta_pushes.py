@@ -14,6 +14,7 @@ from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.quant import Cast, Formats, Fp8
+from tests.examples import by_turns
 from tests.unit.weights.delta_world import Pair, World
 from tests.unit.weights.local_sync import Fault, InProcess, LocalSync
 
@@ -111,8 +112,9 @@ def test_corrupt_changes_are_found(pair: Callable[..., Pair]) -> None:
     assert not both.differ()
 
 
-@pytest.mark.parametrize("kept", _KEPT)
-@pytest.mark.parametrize("stage", ["source_push", "target_confirm", "target_commit"])
+@pytest.mark.parametrize(
+    ("kept", "stage"), by_turns([*_KEPT], ["source_push", "target_confirm", "target_commit"])
+)
 def test_a_push_after_a_failed_one_is_whole(
     pair: Callable[..., Pair], kept: str, stage: str
 ) -> None:
@@ -191,8 +193,7 @@ def test_delta_is_true_false_or_always() -> None:
         LocalSync(delta="allways")
 
 
-@pytest.mark.parametrize("formats", _FORMATS)
-@pytest.mark.parametrize("kept", _KEPT)
+@pytest.mark.parametrize(("formats", "kept"), by_turns([*_FORMATS], [*_KEPT]))
 @pytest.mark.parametrize("seed", range(1))
 def test_any_course_ends_with_the_bytes_of_whole_pushes(
     pair: Callable[..., Pair], formats: str, kept: str, seed: int
