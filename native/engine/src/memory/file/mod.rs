@@ -2,6 +2,7 @@
 //! that another process truncated is then an error of one call; with a mapping it would end the
 //! process.
 
+mod lengthen;
 mod pool;
 mod queue;
 mod raw;
@@ -20,16 +21,15 @@ use std::{
 };
 
 pub(crate) use queue::{FileBackend, FileQueue};
-use rustix::{
-    fs::{fallocate, FallocateFlags, OFlags},
-    io::Errno,
-};
+use rustix::{fs::OFlags, io::Errno};
 pub(crate) use work::FileWork;
 
 use crate::{EngineError, Result};
 
 /// Characters of a path that errors show: its end says most.
 const MAX_SHOWN_CHARS: usize = 160;
+/// Times a file is opened again because another process removed it meanwhile.
+const MAX_REOPENS: usize = 16;
 
 /// Options of a file that becomes a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +73,17 @@ impl FileMemory {
     /// [`EngineError::Invalid`] for what is no file, or too short for the region;
     /// [`EngineError::Resource`] where the system refuses.
     pub fn open(path: &Path, options: FileOptions) -> Result<(Self, u64)> {
+        for _ in 0..MAX_REOPENS {
+            if let Some(opened) = Self::open_once(path, options)? {
+                return Ok(opened);
+            }
+        }
+        let why = "another process removed the file at each attempt to create it";
+        Err(EngineError::Invalid(format!("{}: {why}", path.display())))
+    }
+
+    /// `None` if another process removed the file after it was opened here.
+    fn open_once(path: &Path, options: FileOptions) -> Result<Option<(Self, u64)>> {
         let FileOptions { offset, len, create, writable } = options;
         let invalid = |why: String| EngineError::Invalid(format!("{}: {why}", path.display()));
         if create && !writable {
@@ -88,14 +99,14 @@ impl FileMemory {
         if len == Some(0) || (create && len.is_none() && !path.exists()) {
             return Err(nothing());
         }
-        let open = OpenOptions::new()
-            .read(true)
-            .write(writable)
-            .create(create)
-            // A pipe without a writer must not keep the caller.
-            .custom_flags(OFlags::NONBLOCK.bits() as i32)
-            .open(path);
-        let file = open.map_err(|e| failed("open", path, &e))?;
+        let mut open = OpenOptions::new();
+        // A pipe without a writer must not keep the caller.
+        open.read(true).write(writable).custom_flags(OFlags::NONBLOCK.bits() as i32);
+        let opened = match create && len.is_some() {
+            true => lengthen::open_or_create(path, &open),
+            false => open.open(path).map(|file| (file, false)),
+        };
+        let (file, created) = opened.map_err(|e| failed("open", path, &e))?;
         let meta = file.metadata().map_err(|e| failed("fstat", path, &e))?;
         let disk = meta.file_type().is_block_device();
         if !meta.is_file() && !disk {
@@ -118,10 +129,10 @@ impl FileMemory {
         if len == 0 {
             return Err(nothing());
         }
-        if there < end {
-            lengthen(&file, end).map_err(|e| failed("fallocate", path, &e))?;
+        if there < end && !lengthen::lengthen(&file, path, created, end)? {
+            return Ok(None);
         }
-        Ok((Self { file, path: path.to_owned(), writable }, len))
+        Ok(Some((Self { file, path: path.to_owned(), writable }, len)))
     }
 
     pub fn path(&self) -> &Path {
@@ -152,22 +163,16 @@ impl FileMemory {
     }
 }
 
-/// Lengthens a file to `end`. Another process may have made it longer since it was looked at:
-/// `ftruncate` would cut that off, `fallocate` of the last byte never shortens.
-fn lengthen(file: &File, end: u64) -> std::io::Result<()> {
-    let last_byte = || fallocate(file, FallocateFlags::empty(), end - 1, 1);
-    match rustix::io::retry_on_intr(last_byte) {
-        Err(Errno::OPNOTSUPP) => file.set_len(end),
-        done => Ok(done?),
-    }
-}
-
 fn failed(call: &'static str, path: &Path, e: &std::io::Error) -> EngineError {
     let cause = format!("{}: {e}", path.display());
     let hint = match e.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NOSPC | Errno::DQUOT) => "free space on its disk",
         Some(Errno::NOENT) => "the file must exist, or with create its directory",
         Some(Errno::MFILE) => "raise the open-file limit of this process (ulimit -n)",
+        Some(Errno::AGAIN) => "another process holds a lock (flock) on it; end that lock",
+        Some(Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            "its file system has neither fallocate nor flock; lengthen it first (truncate -s)"
+        }
         Some(Errno::FBIG) => "raise the limit on the size of files (ulimit -f)",
         _ => "the path must lead to a file that this process may open so",
     };

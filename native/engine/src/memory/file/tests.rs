@@ -2,7 +2,7 @@
 
 use std::{fs, os::fd::AsRawFd, path::PathBuf, sync::Arc, time::Duration};
 
-use super::{queue::FileBackend, FileMemory, FileOptions, FileQueue, FileWork};
+use super::{lengthen::lengthen, queue::FileBackend, FileMemory, FileOptions, FileQueue, FileWork};
 use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
 const BOTH: [FileBackend; 2] = [FileBackend::Best, FileBackend::Threads];
@@ -58,15 +58,99 @@ fn scattered_ranges_are_written_and_read_back() {
     }
 }
 
+/// Runs a test on a thread whose calls of `fallocate` the kernel fails with this error.
+fn without_fallocate(errno: i32, test: impl FnOnce() + Send) {
+    let step = |code: u32, k, (jt, jf)| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut steps = [
+        // The number of the system call.
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, (0, 0)),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_fallocate as u32, (0, 1)),
+        step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32, (0, 0)),
+        step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, (0, 0)),
+    ];
+    let run = || {
+        let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+        // SAFETY: the filter outlives the calls and ends with this thread.
+        let set = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter) == 0
+        };
+        assert!(set, "seccomp: {}", std::io::Error::last_os_error());
+        test();
+    };
+    std::thread::scope(|threads| threads.spawn(run).join()).unwrap();
+}
+
 /// Two engines may make one file at a time, each up to the end of its own part.
 #[test]
 fn a_file_that_another_process_has_lengthened_meanwhile_is_not_cut_off() {
     let path = temporary("lengthen");
     let file = fs::File::create(&path).unwrap();
-    for (end, len) in [(8192, 8192), (4096, 8192), (8193, 8193)] {
-        super::lengthen(&file, end).unwrap();
-        assert_eq!(file.metadata().unwrap().len(), len);
+    let lengthen = |steps: [(u64, u64); 3]| {
+        for (end, len) in steps {
+            assert!(lengthen(&file, &path, false, end).unwrap());
+            assert_eq!(file.metadata().unwrap().len(), len);
+        }
+    };
+    lengthen([(8192, 8192), (4096, 8192), (8193, 8193)]);
+    for errno in [libc::EOPNOTSUPP, libc::ENOSYS] {
+        file.set_len(0).unwrap();
+        without_fallocate(errno, || lengthen([(8192, 8192), (4096, 8192), (8193, 8193)]));
     }
+    fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn without_fallocate_a_file_is_lengthened_only_under_its_lock() {
+    let path = temporary("lock");
+    fs::write(&path, b"bytes").unwrap();
+    let other = fs::File::open(&path).unwrap();
+    let operation = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+    rustix::fs::flock(&other, operation).unwrap();
+    without_fallocate(libc::EOPNOTSUPP, || {
+        let options = FileOptions { len: Some(4096), create: true, ..Default::default() };
+        let e = FileMemory::open(&path, options).unwrap_err().to_string();
+        assert!(e.contains("flock"), "{e}");
+        assert_eq!(fs::read(&path).unwrap(), b"bytes");
+        drop(other);
+        let file = FileMemory::open(&path, options).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 4096);
+        rustix::fs::flock(fs::File::open(&path).unwrap(), operation).unwrap();
+        drop(file);
+    });
+    fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_file_that_could_not_be_created_at_its_length_leaves_nothing() {
+    let path = temporary("no-room");
+    let options = FileOptions { len: Some(4096), create: true, ..Default::default() };
+    let refused = || {
+        let e = FileMemory::open(&path, options).unwrap_err().to_string();
+        assert!(e.contains("fallocate") && e.contains("No space left"), "{e}");
+    };
+    without_fallocate(libc::ENOSPC, || {
+        refused();
+        assert!(!path.exists());
+        // A file that was there stays, whether it is empty or not.
+        for bytes in [&b""[..], b"bytes"] {
+            fs::write(&path, bytes).unwrap();
+            refused();
+            assert_eq!(fs::read(&path).unwrap(), bytes);
+        }
+    });
+    fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn rs_1_a_file_that_its_creator_has_removed_is_opened_again() {
+    let path = temporary("removed");
+    let file = fs::File::create(&path).unwrap();
+    fs::remove_file(&path).unwrap();
+    assert!(!lengthen(&file, &path, false, 4096).unwrap());
+    let new = open(&path, 4096);
+    assert!(!lengthen(&file, &path, false, 4096).unwrap(), "another file has its path");
+    assert_eq!(new.file.metadata().unwrap().len(), 4096);
     fs::remove_file(&path).unwrap();
 }
 
