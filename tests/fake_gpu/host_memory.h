@@ -10,6 +10,16 @@ static int is_known(uint64_t addr) {
     return 0;
 }
 
+/* Bytes of host memory that are registered. */
+uint64_t fake_registered(void) {
+    uint64_t len = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < count_of_known; i++)
+        len += known[i].registered ? known[i].len : 0;
+    pthread_mutex_unlock(&lock);
+    return len;
+}
+
 /* Registered host memory, or memory that the driver allocated on the host. */
 static Result know(void *ptr, uint64_t len, int registered) {
     pthread_mutex_lock(&lock);

@@ -312,16 +312,17 @@ impl Driver {
         Ok((base, size as u64))
     }
 
-    /// Pins host memory, so that the copy engine reaches it by itself.
-    pub fn pin(&'static self, ordinal: i32, addr: usize, len: usize) -> Result<(), DomainError> {
+    /// Pins host memory, so that the copy engine reaches it by itself. False if another part of this
+    /// process has pinned it, which then unpins it.
+    pub fn pin(&'static self, ordinal: i32, addr: usize, len: usize) -> Result<bool, DomainError> {
         let _current = self.enter(ordinal)?;
         // SAFETY: the driver checks that the range is mapped; the caller unpins before it unmaps.
         let rc = unsafe {
             (self.table.host_register)(addr as *mut _, len, sys::MEMHOSTREGISTER_PORTABLE)
         };
         match rc {
-            sys::ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(()),
-            rc => self.check("cuMemHostRegister", rc),
+            sys::ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(false),
+            rc => self.check("cuMemHostRegister", rc).map(|()| true),
         }
     }
 

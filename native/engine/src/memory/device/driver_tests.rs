@@ -31,6 +31,15 @@ impl Driver {
         let devices = (0..devices).map(device).collect();
         Box::leak(Box::new(Self { table, devices, contexts, peers, forks }))
     }
+
+    /// A driver of so many devices whose contexts can be entered.
+    pub fn of_contexts(devices: u8, set: impl FnOnce(&mut Cuda)) -> &'static Self {
+        Self::of_calls(devices, |table| {
+            (table.primary_retain, table.context_push, table.context_pop) = (retain, push, pop);
+            table.exchange_capture_mode = exchange;
+            set(table);
+        })
+    }
 }
 
 #[test]
@@ -101,10 +110,8 @@ unsafe extern "C" fn state(device: c_int, _: *mut u32, active: *mut c_int) -> sy
 }
 
 fn of_three() -> &'static Driver {
-    Driver::of_calls(3, |table| {
-        (table.primary_retain, table.context_push, table.context_pop) = (retain, push, pop);
-        (table.exchange_capture_mode, table.enable_peer_access) = (exchange, enable);
-        table.primary_state = state;
+    Driver::of_contexts(3, |table| {
+        (table.enable_peer_access, table.primary_state) = (enable, state);
     })
 }
 

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use crate::{
     domain::{Count, Data, DomainError, LinkId, Seq, Token},
     memory::{
-        device::{AsyncCopier, CopyRange, PendingCopy, Pinned},
+        device::{AsyncCopier, CopyRange, Location, PendingCopy, Pinned},
         RegionMemory,
     },
 };
@@ -33,15 +33,16 @@ pub(super) struct Slot {
 }
 
 impl Slots {
-    /// Takes a slot; `None` if all are in use.
-    pub fn take(&mut self, device: Option<i32>) -> Result<Option<Slot>, DomainError> {
-        let memory = match &self.memory {
+    /// Takes a slot for a copy between two locations; `None` if all are in use.
+    pub fn take(&mut self, between: [&Location; 2]) -> Result<Option<Slot>, DomainError> {
+        let memory = match &mut self.memory {
             Some(memory) => memory,
             None => {
                 self.free = (0..SLOTS).collect();
-                self.memory.insert(Pinned::new(CHUNK * u64::from(SLOTS), device)?)
+                self.memory.insert(Pinned::new(CHUNK * u64::from(SLOTS))?)
             }
         };
+        between.into_iter().for_each(|location| memory.pin_for(location));
         let base = memory.base();
         let at = |number: u8| Slot { number, addr: base + usize::from(number) * CHUNK as usize };
         Ok(self.free.pop().map(at))
@@ -129,9 +130,13 @@ impl Job {
         self.local.key.index == index || self.remote.key.index == index
     }
 
+    pub fn locations(&self) -> [&Location; 2] {
+        [&self.local.location, &self.remote.location]
+    }
+
     /// Whether neither end can be copied to or from the other directly.
     pub fn needs_slot(&self) -> bool {
-        let (a, b) = (&self.local.location, &self.remote.location);
+        let [a, b] = self.locations();
         let gpus = a.cuda().is_some() && b.cuda().is_some();
         !a.is_host() && !b.is_host() && !gpus
     }

@@ -48,8 +48,6 @@ pub(crate) struct FileDomain {
     completions: Vec<Completion>,
     /// A closing link, reported after its last chunk has ended.
     closing: Option<(LinkId, DomainError)>,
-    /// A device of this process with registered memory: slots are pinned for it.
-    device: Option<i32>,
 }
 
 impl std::fmt::Debug for FileDomain {
@@ -74,7 +72,6 @@ impl FileDomain {
             retiring: Vec::new(),
             completions: Vec::new(),
             closing: None,
-            device: None,
         }
     }
 
@@ -103,7 +100,7 @@ impl FileDomain {
             }
             let slot = match job.needs_slot() {
                 false => None,
-                true => match self.slots.take(self.device) {
+                true => match self.slots.take(job.locations()) {
                     Ok(Some(slot)) => Some(slot),
                     Ok(None) => break,
                     Err(e) => {
@@ -239,9 +236,6 @@ impl Domain for FileDomain {
         region: &Arc<RegionMemory>,
         _pinned: Option<Pinned>,
     ) -> Result<NicKeys, DomainError> {
-        if let Some(range) = region.location.cuda() {
-            self.device = Some(range.device);
-        }
         self.book.insert(region);
         Ok(NicKeys::new())
     }

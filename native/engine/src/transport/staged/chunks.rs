@@ -126,7 +126,7 @@ impl<D: ControlChannel> Staged<D> {
         job: usize,
     ) -> Option<(Option<u8>, Option<(RegionKey, u8)>)> {
         if local && self.own.is_none() {
-            match Pinned::new(WINDOW_BYTES, self.device) {
+            match Pinned::new(WINDOW_BYTES) {
                 Ok(memory) => self.own = Some(StagingMemory { memory, free: (0..SLOTS).collect() }),
                 Err(e) => {
                     self.jobs[job].error = Some(e);
@@ -212,10 +212,11 @@ impl<D: ControlChannel> Staged<D> {
     fn copy(&mut self, key: usize) -> Result<ChunkState, DomainError> {
         let chunk = &self.chunks[key];
         let job = &self.jobs[chunk.job];
-        let (Some(slot), Some(own), Some(region)) = (chunk.local_slot, &self.own, &job.local)
+        let (Some(slot), Some(own), Some(region)) = (chunk.local_slot, &mut self.own, &job.local)
         else {
             return Err(DomainError::Refused("a copy without staging memory".into()));
         };
+        own.memory.pin_for(&region.location);
         let inward = !job.write;
         let at = own.memory.base() + slot_offset(slot) as usize;
         let pieces = local_pieces(&chunk.data, at, inward);

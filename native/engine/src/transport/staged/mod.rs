@@ -104,8 +104,8 @@ pub(crate) struct Staged<D> {
     /// Number of windows created.
     next_window: u32,
     serial: u32,
-    /// A device of this process with registered memory: staging memory is pinned for it.
-    device: Option<i32>,
+    /// Whether GPU memory was registered.
+    device: bool,
     completions: Vec<Completion>,
     /// Stages everything, so that tests cover each stage on a machine without a GPU.
     #[cfg(test)]
@@ -133,7 +133,7 @@ impl<D: ControlChannel> Staged<D> {
             closing_windows: Vec::new(),
             next_window: 0,
             serial: 0,
-            device: None,
+            device: false,
             completions: Vec::new(),
             #[cfg(test)]
             stage_all: false,
@@ -268,9 +268,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
         region: &Arc<RegionMemory>,
         pinned: Option<Pinned>,
     ) -> Result<NicKeys, DomainError> {
-        if let Some(range) = region.location.cuda() {
-            self.device = Some(range.device);
-        }
+        self.device |= region.location.cuda().is_some();
         if !self.is_staged_region(region) {
             return self.inner.register(region, pinned);
         }
@@ -426,7 +424,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
         let mut text = self.inner.describe(link);
         let state = self.link_states.get(&link);
         let here = |memory_kind: MemoryKind| !self.inner.reaches(memory_kind);
-        if self.device.is_some() && here(MemoryKind::Device) || state.is_some_and(|s| s.device) {
+        if self.device && here(MemoryKind::Device) || state.is_some_and(|s| s.device) {
             text += "; GPU memory is staged through pinned host memory";
         }
         if state.is_some_and(|s| s.file) {

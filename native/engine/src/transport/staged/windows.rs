@@ -51,7 +51,7 @@ impl<D: ControlChannel> Staged<D> {
                     index: FIRST_INTERNAL_INDEX | self.next_window,
                     rkey: u64::from_le_bytes(rkey),
                 };
-                let memory = Pinned::new(WINDOW_BYTES, self.device)?;
+                let memory = Pinned::new(WINDOW_BYTES)?;
                 let backing =
                     Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };
                 let region = RegionMemory::new(key, memory.base(), WINDOW_BYTES, backing, None);
@@ -83,6 +83,7 @@ impl<D: ControlChannel> Staged<D> {
         let at = window.memory.base() + slot_offset(slot) as usize;
         let begun = self.book.lookup_for(self.inner.peer(link), pages.key).and_then(|region| {
             let pieces = pages.pieces(region, at, inward)?;
+            window.memory.pin_for(&region.location);
             // SAFETY: the pieces lie in the region, which the copy keeps registered, and in the
             // slot, whose window is kept while its bit is set. A peer that writes to the slot
             // meanwhile damages its own bytes.
