@@ -101,14 +101,19 @@ def _apart_from_captures(index: int) -> Iterator[None]:
         _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
+#: The driver divides blocks of this size between smaller allocations. A peer that maps one of them
+#: maps the whole block.
+_BLOCK = 2 << 20
+
+
 class _Allocation:
-    """Bytes of the driver's; freed with the last reference, after all work of the device."""
+    """Bytes in blocks of their own; freed with the last reference, after all work of the device."""
 
     def __init__(self, nbytes: int, index: int) -> None:
         import torch
 
         address = ctypes.c_uint64()
-        given = (ctypes.byref(address), ctypes.c_size_t(nbytes))
+        given = (ctypes.byref(address), ctypes.c_size_t(-(-nbytes // _BLOCK) * _BLOCK))
         with torch.cuda.device(index), _apart_from_captures(index):
             try:
                 _call("cuMemAlloc_v2", *given)

@@ -246,6 +246,17 @@ def test_memory_of_the_driver_takes_the_transports_own_way(transport: str) -> No
     into_driver_memory(transport)
 
 
+@pytest.mark.parametrize("nbytes", [1, 4096, (2 << 20) + 1, 4 << 20])
+def test_memory_of_the_driver_shares_no_block_with_what_peers_may_not_map(nbytes: int) -> None:
+    memory = mappable(nbytes, torch.device("cuda", torch.cuda.current_device()))
+    assert memory.shape == (nbytes,)
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    whose = ctypes.c_uint64(memory.data_ptr())
+    driver._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), whose)
+    torch.cuda.synchronize()
+    assert (base.value, size.value % (2 << 20)) == (memory.data_ptr(), 0)
+
+
 def test_memory_of_the_driver_is_free_with_its_last_reference() -> None:
     memory = mappable(SIZE, torch.device("cuda", torch.cuda.current_device()))
     found = (ctypes.c_uint64(), ctypes.c_size_t())
