@@ -65,9 +65,8 @@ fn simulate(
         .detach(|| run(&push, &network))
         .map_err(|problem| errors::raise(py, &EngineError::Invalid(problem.0)))?;
     let calls = |steps: &Vec<Step>| steps.iter().map(|s| s.writes.len()).sum();
-    let requests = |steps: &Vec<Step>| {
-        steps.iter().flat_map(|s| &s.writes).map(|w| u64::from(w.requests)).sum()
-    };
+    let requests =
+        |steps: &Vec<Step>| steps.iter().flat_map(|s| &s.writes).map(|w| w.requests).sum();
     Ok(OutcomeView {
         time: out.time,
         path: out.path.to_vec(),

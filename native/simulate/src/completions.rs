@@ -38,6 +38,8 @@ impl OperationKey {
     const BITS: u32 = 24;
     /// Upper bound of the number of trainers.
     pub const TRAINERS: usize = 1 << 15;
+    /// Upper bound of the number of steps of a trainer, and of writes of a step.
+    pub const STEPS: usize = 1 << Self::BITS;
     const ROLLOUT: u64 = 1 << 63;
 
     pub fn rollout(rank: usize) -> u64 {

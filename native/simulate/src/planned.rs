@@ -32,7 +32,7 @@ pub fn steps_of(plan: &Plan, rank: u32, divisions: &[Division]) -> Result<Vec<St
         let Some(writes) = writes.get_mut(step_of[copy.src_container as usize]) else { return };
         let write = writes.entry(rollout).or_insert(Write { rollout, requests: 0, bytes: 0 });
         write.bytes += copy.bytes();
-        write.requests += copy.pages() as u32;
+        write.requests += copy.pages();
     })?;
     let mut rollouts: Vec<u32> = writes.iter().flat_map(|w| w.keys().copied()).collect();
     rollouts.sort_unstable();

@@ -22,7 +22,7 @@ pub const STAGES: usize = 6;
 pub struct Write {
     pub rollout: u32,
     /// Work requests of the write.
-    pub requests: u32,
+    pub requests: u64,
     pub bytes: u64,
 }
 
@@ -104,15 +104,15 @@ impl Network {
 
     /// Time of the processor to submit a write.
     pub(crate) fn submits(&self, write: &Write) -> u64 {
-        self.call + self.request * u64::from(write.requests)
+        self.call + self.request * write.requests
     }
 
     /// Pages of a write, and bytes of each. Every NIC gets at least one page where there are
     /// enough.
-    pub(crate) fn pages(&self, bytes: u64) -> (u32, u64) {
+    pub(crate) fn pages(&self, bytes: u64) -> (u64, u64) {
         const WORTH_SPREADING: u64 = 256 << 10;
         let least = if bytes >= WORTH_SPREADING { u64::from(self.nics) } else { 1 };
         let pages = bytes.div_ceil(self.page).max(least);
-        (pages as u32, bytes.div_ceil(pages))
+        (pages, bytes.div_ceil(pages))
     }
 }

@@ -38,7 +38,7 @@ const SLICES: u64 = 4;
 pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, PushError> {
     check(push, network)?;
     let mut net = SimNet::new(SimConfig {
-        delay: network.latency..network.latency + 1,
+        delay: network.latency..network.latency.saturating_add(1),
         ordered: true,
         port_rate: Some(network.rate),
         max_bytes: 1 << 30,
@@ -61,18 +61,29 @@ fn check(push: &Push, network: &Network) -> Result<(), PushError> {
         _ if push.trainers.len() >= OperationKey::TRAINERS => {
             "the number of trainers is out of range [0, 32768)"
         }
-        _ => return steps(push),
+        _ => {
+            steps(push)?;
+            return expected_pages(push, network).map(drop);
+        }
     };
     Err(PushError(wrong.into()))
 }
 
 fn steps(push: &Push) -> Result<(), PushError> {
+    const MOST: usize = OperationKey::STEPS;
     for (trainer, steps) in push.trainers.iter().enumerate() {
+        if steps.len() > MOST {
+            let number = steps.len();
+            return Err(PushError(format!(
+                "trainer {trainer} has {number} steps; at most {MOST} are simulated"
+            )));
+        }
         for (number, step) in steps.iter().enumerate() {
             let known = |w: &crate::Write| (w.rollout as usize) < push.rollouts && w.bytes > 0;
             let wrong = match () {
                 _ if step.after > number => "has an `after` that exceeds its index",
                 _ if step.writes.is_empty() => "has no writes",
+                _ if step.writes.len() > MOST => "has more than 2^24 writes",
                 _ if !step.writes.iter().all(known) => {
                     "has a write of 0 bytes or to an unknown rollout"
                 }
@@ -85,6 +96,26 @@ fn steps(push: &Push) -> Result<(), PushError> {
         }
     }
     Ok(())
+}
+
+/// Number of pages that each rollout receives. A counter counts them in 32 bits.
+fn expected_pages(push: &Push, network: &Network) -> Result<Vec<u32>, PushError> {
+    let mut pages = vec![0u64; push.rollouts];
+    for write in push.trainers.iter().flatten().flat_map(|s| &s.writes) {
+        let sum = &mut pages[write.rollout as usize];
+        *sum = sum.saturating_add(network.pages(write.bytes).0);
+    }
+    let of = |(rollout, n): (usize, u64)| {
+        u32::try_from(n).map_err(|_| {
+            PushError(format!(
+                "rollout {rollout} receives {n} pages of at most {} bytes; at most {} are \
+                 simulated: use a larger page",
+                network.page,
+                u32::MAX
+            ))
+        })
+    };
+    pages.into_iter().enumerate().map(of).collect()
 }
 
 /// The engines of all ranks, connected.
@@ -104,7 +135,7 @@ impl Cluster {
             // No reader needs records, and there may be thousands of engines.
             let mut config = EngineConfig { name, records: 0, ..EngineConfig::default() };
             let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
-            config.receive_window = config.receive_window.max(slices * network.page);
+            config.receive_window = config.receive_window.max(slices.saturating_mul(network.page));
             let engine = net.engine_with_rails(config, network.nics).map_err(text)?;
             let memory = net.blank_memory(&engine, largest).map_err(text)?;
             Ok((engine, memory))
@@ -119,11 +150,10 @@ impl Cluster {
             rollouts.push((engine, memory, counter));
         }
         let mut regions = HashMap::new();
-        let mut pages = vec![0u32; push.rollouts];
+        let pages = expected_pages(push, network)?;
         for (trainer, steps) in push.trainers.iter().enumerate() {
             for write in steps.iter().flat_map(|s| &s.writes) {
                 let to = write.rollout as usize;
-                pages[to] += network.pages(write.bytes).0;
                 if let Entry::Vacant(entry) = regions.entry((trainer, write.rollout)) {
                     let engine = &trainers[trainer].0;
                     let region = engine.import(&rollouts[to].1.descriptor()).map_err(text)?;
@@ -278,6 +308,7 @@ impl<'p> Simulation<'p> {
         let (engine, src) = &self.cluster.trainers[trainer];
         let counter = &self.cluster.rollouts[write.rollout as usize].2;
         let (count, page_len) = self.network.pages(write.bytes);
+        let count = u32::try_from(count).map_err(|e| PushError(e.to_string()))?;
         let indices = PageIndices::range(0, count).map_err(text)?;
         // The simulated cost does not depend on addresses.
         let pages = Pages::new(indices, 0, 0);

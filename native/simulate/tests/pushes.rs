@@ -151,6 +151,10 @@ fn invalid_input_is_refused_by_name() {
     assert!(refused(fine.clone(), Network { nics: 5, ..NETWORK })
         .contains("nics is out of range [1, 4]"));
     assert!(refused(fine, Network { rate: 0.0, ..NETWORK }).contains("rate"));
+    // More pages than a counter counts: of one write, and of both together.
+    let bytewise = Network { page: 1, ..NETWORK };
+    assert!(refused(step(&[0], (1 << 32) + 1), bytewise).contains("4294967297 pages"));
+    assert!(refused(step(&[0, 0], (1 << 31) + 1), bytewise).contains("4294967298 pages"));
 }
 
 /// With equal numbers of senders and receivers, a NIC must not idle behind one receiver.
