@@ -76,7 +76,9 @@ impl Terms {
 
     /// The number of unanswered beats after which a peer counts as silent.
     pub(crate) fn silent_beats(&self) -> u32 {
-        self.silence.as_millis().div_ceil(self.beat.as_millis().max(1)) as u32
+        let beats = self.silence.as_millis().div_ceil(self.beat.as_millis().max(1));
+        // Twice as many are counted.
+        beats.min(u128::from(u32::MAX / 2)) as u32
     }
 }
 
@@ -168,4 +170,22 @@ pub(crate) fn check_local(
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_silence_is_many_beats() {
+        let terms = |silence, beat| Terms { silence, beat, ..Terms::default() };
+        let beat = Duration::from_millis(3);
+        assert_eq!(terms(beat * 5 / 2, beat).silent_beats(), 3);
+        // 2^32 beats, and all that a duration holds.
+        for silence in [beat * (1 << 31) * 2, Duration::MAX] {
+            let terms = terms(silence, beat);
+            terms.check().unwrap();
+            assert_eq!(terms.silent_beats(), u32::MAX / 2);
+        }
+    }
 }

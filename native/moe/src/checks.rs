@@ -1,5 +1,7 @@
 //! Checks of a call's arguments against the shape of an exchange, before anything is sent.
 
+use std::time::Duration;
+
 use fabric_engine::{
     locks::{Mutex, MutexGuard},
     EngineError, Result,
@@ -19,6 +21,11 @@ pub(crate) fn enter(caller: &Mutex<()>) -> Result<MutexGuard<'_, ()>> {
         let text = "another thread is in a call of this exchange; make one exchange per thread";
         EngineError::Invalid(text.into())
     })
+}
+
+/// A timeout in nanoseconds; at most 584 years.
+pub(crate) fn nanos(timeout: Duration) -> u64 {
+    u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// # Errors
@@ -85,5 +92,16 @@ impl Shape {
         let nbytes = u64::from(self.back.elements) * float.nbytes();
         check_width("buffer for a sum", out.width, nbytes)?;
         out.check("buffer for sums", tokens.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_timeout_does_not_wrap() {
+        assert_eq!(nanos(Duration::from_micros(7)), 7000);
+        assert_eq!(nanos(Duration::from_nanos(u64::MAX) + Duration::from_nanos(1)), u64::MAX);
     }
 }

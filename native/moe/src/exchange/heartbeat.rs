@@ -65,7 +65,8 @@ impl ExchangeState {
         if self.is_over() {
             return;
         }
-        let most = timeout.as_nanos().div_ceil(interval.as_nanos().max(1)) as u32;
+        let most = timeout.as_nanos().div_ceil(interval.as_nanos().max(1));
+        let most = most.min(u128::from(u32::MAX - 1)) as u32;
         let mut silent = Vec::new();
         for rank in self.others() {
             let awaited = self.awaits(rank);
@@ -304,6 +305,22 @@ mod tests {
         assert!(send(&all[0]).is_err() && all[0].inner.state.lock().heartbeat_scheduled);
         go(&mut net, 3);
         assert!(!all[0].inner.state.lock().heartbeat_scheduled);
+    }
+
+    #[test]
+    fn a_timeout_of_many_intervals_ends_no_rank_early() {
+        let (_net, all) = pair();
+        send(&all[0]).unwrap();
+        let mut state = all[0].inner.state.lock();
+        let interval = Duration::from_millis(1);
+        for timeout in [interval * (1 << 31) * 2, Duration::MAX] {
+            for _ in 0..3 {
+                state.on_heartbeat(timeout, interval, &mut Vec::new());
+            }
+            assert!(state.awaits(1).is_some());
+        }
+        drop(state);
+        assert!(all[0].lost().is_empty());
     }
 
     #[test]

@@ -156,8 +156,7 @@ impl AllToAll {
     /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer
     /// one sends heartbeats too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
-        let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
-        self.inner.timeout.store(nanos, Relaxed);
+        self.inner.timeout.store(checks::nanos(timeout), Relaxed);
     }
 
     /// Whether no write of a lost rank can land any more, and no write to one reads memory (MR-1).

@@ -16,7 +16,7 @@ use super::{
     rank_descriptor::RankDescriptor,
     Throughput,
 };
-use crate::checks::check_peer;
+use crate::checks::{check_peer, nanos};
 
 impl Throughput {
     /// This rank's descriptor, with its knowledge of other ranks.
@@ -157,8 +157,7 @@ impl Throughput {
     /// The longest time that an awaited rank may be in no call. Give all ranks the same: a rank
     /// with a much longer timeout sends its signals too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
-        let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
-        self.timeout.store(nanos, Relaxed);
+        self.timeout.store(nanos(timeout), Relaxed);
     }
 }
 

@@ -67,7 +67,7 @@ pub use self::{
     workers::{device, CpuWorker},
 };
 use crate::{
-    checks::enter,
+    checks::{enter, nanos},
     exchange::Dispatched,
     kernels::{Float, Part, PartMut},
     routes::Order,
@@ -189,7 +189,7 @@ impl Throughput {
         let pushers = pushers.collect::<Result<_, _>>().map_err(engine_error)?;
         let (memory, words) = (proxy.memory().clone(), proxy.words().clone());
         let machine = Machine::with_worker(spec, member, &memory, words, pushers, worker)?;
-        let timeout = AtomicU64::new(timeout.as_nanos() as u64);
+        let timeout = AtomicU64::new(nanos(timeout));
         Ok(Self {
             proxy,
             spec,
