@@ -2,7 +2,7 @@
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
-use super::{peers::Peer, Region, RemoteRegion, Shared};
+use super::{overlap, peers::Peer, Region, RemoteRegion, Shared};
 use crate::{
     api::{check_range, Imm, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, WorkRequest},
@@ -78,6 +78,11 @@ impl Shared {
 
     /// Checks everything that can be checked without the peer.
     pub(super) fn check(&self, op: &Op<'_>) -> Result<()> {
+        self.check_ranges(op)?;
+        overlap::check(op)
+    }
+
+    fn check_ranges(&self, op: &Op<'_>) -> Result<()> {
         match op {
             Op::Write { src, dst, len, imm } => {
                 if *len == 0 && imm.is_none() {
@@ -326,7 +331,7 @@ fn paged(
     }
 }
 
-fn seq(pages: &Pages, base: u64) -> Seq {
+pub(super) fn seq(pages: &Pages, base: u64) -> Seq {
     let (offset, stride) = (base + pages.offset, pages.stride);
     match &pages.indices {
         PageIndices::Range { first, .. } => {

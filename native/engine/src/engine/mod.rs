@@ -11,6 +11,7 @@ mod grants;
 mod handle;
 mod op;
 mod open;
+mod overlap;
 mod paths;
 mod peers;
 mod rails;
@@ -266,7 +267,9 @@ impl TransferEngine {
         let peer = self.peer(&descriptor.owner)?;
         let (key, offset, len) = (descriptor.key, descriptor.offset, descriptor.len);
         let rail_keys = descriptor.rail_keys.clone();
-        Ok(RemoteRegion { peer, key, rail_keys, offset, len })
+        let is_own = peer.id() == self.shared.address.id;
+        let own = if is_own { self.shared.own_region(key) } else { None };
+        Ok(RemoteRegion { peer, key, rail_keys, offset, len, own })
     }
 
     /// Makes a group of peers for scatters and barriers, and starts to connect to all of them.

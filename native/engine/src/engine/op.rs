@@ -2,6 +2,8 @@
 
 use super::{Peer, PeerGroup, Region, RemoteRegion};
 use crate::api::{Imm, Pages};
+#[cfg(doc)]
+use crate::EngineError;
 
 /// `offset` bytes into a local region.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +40,9 @@ pub struct SegmentPiece {
 
 /// One operation; a request is a slice of them, which may mix kinds and peers.
 ///
-/// There is no order among operations, not even of one request. Counts (IC-1): a write counts 1, a
+/// There is no order among operations, not even of one request, nor among the bytes of one. Bytes
+/// that an operation reads must not be bytes that it writes: [`EngineError::Invalid`] for the
+/// engine's own memory, undefined for memory that two engines share. Counts (IC-1): a write counts 1, a
 /// paged write 1 for each page, a write in pieces 1, a scatter 1 at each destination, a barrier 1 at each peer.
 #[derive(Clone, Debug)]
 pub enum Op<'a> {

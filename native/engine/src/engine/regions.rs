@@ -1,7 +1,7 @@
 use std::{
     sync::{
         atomic::{AtomicBool, Ordering::SeqCst},
-        Arc,
+        Arc, Weak,
     },
     time::Duration,
 };
@@ -282,6 +282,8 @@ pub struct RemoteRegion {
     pub(crate) rail_keys: RailKeys,
     pub(crate) offset: u64,
     pub(crate) len: u64,
+    /// The memory, if the region is this engine's own.
+    pub(crate) own: Option<Weak<RegionMemory>>,
 }
 
 impl RemoteRegion {

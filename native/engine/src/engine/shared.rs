@@ -21,7 +21,7 @@ use super::{
     Handle, HandleRef, Peer, Region,
 };
 use crate::{
-    api::{EngineAddress, EngineId, Imm, Span},
+    api::{EngineAddress, EngineId, Imm, RegionKey, Span},
     domain::{Count, RegionRelease},
     group::GroupEvents,
     locks::Mutex,
@@ -206,6 +206,12 @@ impl Shared {
             regions.retain(|r| r.strong_count() > 0);
         }
         regions.push(Arc::downgrade(memory));
+    }
+
+    /// The memory of a key of this engine.
+    pub fn own_region(&self, key: RegionKey) -> Option<Weak<RegionMemory>> {
+        let memories: Vec<_> = self.regions.lock().iter().filter_map(Weak::upgrade).collect();
+        memories.iter().find(|memory| memory.key == key).map(Arc::downgrade)
     }
 
     /// The allocation of this engine that a range lies in, if any.

@@ -18,6 +18,7 @@ use fabric_engine::{
 mod closing;
 mod files;
 mod flight;
+mod overlaps;
 mod peer_mappings;
 mod request_batches;
 mod segments;

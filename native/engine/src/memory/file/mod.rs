@@ -15,7 +15,7 @@ use std::{
     fs::{File, OpenOptions},
     os::{
         fd::AsRawFd,
-        unix::fs::{FileTypeExt, OpenOptionsExt},
+        unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
 };
@@ -54,6 +54,8 @@ impl Default for FileOptions {
 #[derive(Debug)]
 pub struct FileMemory {
     file: File,
+    /// Device and inode.
+    id: (u64, u64),
     path: PathBuf,
     writable: bool,
 }
@@ -132,11 +134,20 @@ impl FileMemory {
         if there < end && !lengthen::lengthen(&file, path, created, end)? {
             return Ok(None);
         }
-        Ok(Some((Self { file, path: path.to_owned(), writable }, len)))
+        let id = match disk {
+            true => (meta.rdev(), u64::MAX),
+            false => (meta.dev(), meta.ino()),
+        };
+        Ok(Some((Self { file, id, path: path.to_owned(), writable }, len)))
     }
 
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The same for all that opened this file, by whatever path.
+    pub(crate) fn id(&self) -> (u64, u64) {
+        self.id
     }
 
     pub fn is_writable(&self) -> bool {
