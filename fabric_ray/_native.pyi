@@ -708,7 +708,8 @@ class Engine:
         """One address space over regions: each after the one before it, or at its own offset.
 
         Raises:
-            InvalidArgument: no part, parts that are out of order or overlap, or another engine's.
+            InvalidArgument: no part, parts that are out of order or overlap, another engine's, or
+                a descriptor above 1 MiB.
         """
     def open_segment(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """A peer's segment, or one of this engine's own, to be named in requests."""

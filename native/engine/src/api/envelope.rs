@@ -80,6 +80,18 @@ impl Envelope {
         self.seal(&postcard::to_allocvec(value).unwrap_or_default())
     }
 
+    /// Checks before it is sent that a peer accepts the encoding.
+    pub fn check_size<T: Serialize>(&self, value: &T) -> std::result::Result<(), String> {
+        let size =
+            HEADER + postcard::experimental::serialized_size(value).unwrap_or(usize::MAX / 2);
+        match size <= self.limit {
+            true => Ok(()),
+            false => {
+                Err(format!("{} takes {size} bytes, at most {} are allowed", self.what, self.limit))
+            }
+        }
+    }
+
     pub fn seal(&self, body: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER + body.len());
         out.extend_from_slice(&self.magic);

@@ -65,6 +65,15 @@ pub struct SegmentDescriptor {
 }
 
 impl SegmentDescriptor {
+    /// # Errors
+    /// A peer would not accept it: it has too many parts, or takes too many bytes.
+    pub(crate) fn new(owner: EngineAddress, parts: Vec<SegmentPart>) -> Result<Self, String> {
+        let descriptor = Self { owner, parts };
+        descriptor.check()?;
+        SEGMENT.check_size(&descriptor).map_err(|e| format!("{e}; use several segments"))?;
+        Ok(descriptor)
+    }
+
     /// Bytes from offset 0 to the end of the last part.
     pub fn len(&self) -> u64 {
         self.parts.last().map_or(0, |p| p.at + p.len)
@@ -198,6 +207,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::api::RailKey;
 
     /// Parts with gaps between some of them.
     fn parts() -> impl Strategy<Value = Vec<(u64, u64)>> {
@@ -267,9 +277,8 @@ mod tests {
         assert!(cut((&parts, 0), (&parts, 0), 0).is_err());
     }
 
-    #[test]
-    fn descriptors_are_checked() {
-        let part = |at, len| SegmentPart {
+    fn part(at: u64, len: u64) -> SegmentPart {
+        SegmentPart {
             at,
             len,
             key: RegionKey { index: 1, rkey: 2 },
@@ -277,12 +286,43 @@ mod tests {
             rail_keys: RailKeys::default(),
             location: PartLocation::Cuda { device: 1, pci: "0000:01:00.0".into() },
             transports: vec![TransportKind::Tcp],
+        }
+    }
+
+    fn owner() -> EngineAddress {
+        EngineAddress { id: crate::api::EngineId([1; 16]), name: "e".into(), endpoints: vec![] }
+    }
+
+    /// Each part has the keys of 16 NICs.
+    #[test]
+    fn what_a_peer_would_not_accept_is_not_made() {
+        let key = |rail| RailKey { rail, offset: 0, base: 1 << 46, key: u64::MAX };
+        let keys = RailKeys::from((0..16).map(key).collect::<Vec<_>>());
+        let made = |n: u64| {
+            let parts = (0..n).map(|at| SegmentPart { rail_keys: keys.clone(), ..part(at, 1) });
+            SegmentDescriptor::new(owner(), parts.collect())
         };
-        let owner = EngineAddress {
-            id: crate::api::EngineId([1; 16]),
-            name: "e".into(),
-            endpoints: vec![],
-        };
+        let fits = made(2000).unwrap();
+        assert_eq!(SegmentDescriptor::from_bytes(&fits.to_bytes()), Ok(fits));
+        let e = made(MAX_PARTS as u64).unwrap_err();
+        assert!(e.contains("at most 1048576 are allowed; use several segments"), "{e}");
+        let e = made(MAX_PARTS as u64 + 1).unwrap_err();
+        assert!(e.contains("4097 parts"), "{e}");
+        // The bound is exact.
+        let (mut fits, mut refused) = (2000, MAX_PARTS as u64);
+        while refused - fits > 1 {
+            let n = fits.midpoint(refused);
+            *(if made(n).is_ok() { &mut fits } else { &mut refused }) = n;
+        }
+        assert!(SegmentDescriptor::from_bytes(&made(fits).unwrap().to_bytes()).is_ok());
+        let parts = (0..refused).map(|at| SegmentPart { rail_keys: keys.clone(), ..part(at, 1) });
+        let larger = SegmentDescriptor { owner: owner(), parts: parts.collect() };
+        assert!(SegmentDescriptor::from_bytes(&larger.to_bytes()).is_err());
+    }
+
+    #[test]
+    fn descriptors_are_checked() {
+        let owner = owner();
         let of = |parts| SegmentDescriptor { owner: owner.clone(), parts };
         let good = of(vec![part(0, 5), part(5, 1 << 50)]);
         assert_eq!(SegmentDescriptor::from_bytes(&good.to_bytes()), Ok(good));

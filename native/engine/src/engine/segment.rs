@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Region, RemoteRegion, TransferEngine};
 use crate::{
-    api::{check_parts, cut, PartLocation, SegmentDescriptor, SegmentPart, MAX_PARTS},
+    api::{check_parts, cut, PartLocation, SegmentDescriptor, SegmentPart},
     domain::Domain,
     engine::SegmentPiece,
     memory::{device::Location, node_of},
@@ -40,17 +40,15 @@ impl TransferEngine {
         let spans: Vec<_> = parts.iter().map(|(at, region)| (*at, region.len())).collect();
         let invalid = |why: String| EngineError::Invalid(format!("segment: {why}"));
         check_parts(spans.iter().copied()).map_err(invalid)?;
-        if parts.len() > MAX_PARTS {
-            return Err(invalid(format!("{} parts, at most {MAX_PARTS}", parts.len())));
-        }
         for (_, region) in parts {
             self.shared.check_own(region)?;
         }
         let core = self.shared.lock()?;
         let described = parts.iter().map(|(at, region)| describe(*at, region, &core.domains));
         let owner = self.address().clone();
-        let descriptor = SegmentDescriptor { owner, parts: described.collect() };
+        let described = described.collect();
         drop(core);
+        let descriptor = SegmentDescriptor::new(owner, described).map_err(invalid)?;
         let regions = parts.iter().map(|(_, region)| region.clone()).collect();
         let parts = Arc::new(Parts { spans, regions });
         Ok(Segment { parts, descriptor: Arc::new(descriptor) })
