@@ -42,12 +42,13 @@ pub(crate) struct FileDomain {
     /// Jobs that are not fully cut into chunks, in order.
     queue: VecDeque<usize>,
     moving: Vec<ActiveChunk>,
+    /// Of the link that is up.
     messages: VecDeque<(Token, Arc<[u8]>)>,
     /// Deregistered regions whose last chunk has not ended.
     retiring: Vec<u32>,
     completions: Vec<Completion>,
-    /// A closing link, reported after its last chunk has ended.
-    closing: Option<(LinkId, DomainError)>,
+    /// Closing links, reported after their last chunks have ended.
+    closing: Vec<(LinkId, DomainError)>,
 }
 
 impl std::fmt::Debug for FileDomain {
@@ -71,7 +72,7 @@ impl FileDomain {
             messages: VecDeque::new(),
             retiring: Vec::new(),
             completions: Vec::new(),
-            closing: None,
+            closing: Vec::new(),
         }
     }
 
@@ -84,7 +85,7 @@ impl FileDomain {
             && self.completions.is_empty()
             && self.messages.is_empty()
             && self.retiring.is_empty()
-            && self.closing.is_none()
+            && self.closing.is_empty()
     }
 
     /// Starts as many chunks as may be under way and be copied per poll.
@@ -200,14 +201,12 @@ impl FileDomain {
         moved
     }
 
-    /// Reports the end of a link after the last chunk has ended (MR-1).
+    /// Reports the end of links whose last chunk has ended (MR-1).
     fn report_ended_links(&mut self) {
-        if !self.jobs.is_empty() {
-            return;
-        }
-        if let Some((link, cause)) = self.closing.take() {
-            let down = |token| Completion::Done { link, token, result: Err(cause.clone()) };
-            self.completions.extend(self.messages.drain(..).map(|(token, _)| down(token)));
+        let ended = |(link, _): &mut (LinkId, DomainError)| {
+            !self.jobs.iter().any(|(_, job)| job.link == *link)
+        };
+        for (link, cause) in self.closing.extract_if(.., ended) {
             let (receipt, unfinished) = Default::default();
             self.completions.push(Completion::LinkDown { link, cause, receipt, unfinished });
         }
@@ -287,7 +286,9 @@ impl Domain for FileDomain {
         let cause = DomainError::LinkDown(cause.to_owned());
         self.queue.clear();
         self.jobs.iter_mut().for_each(|(_, job)| job.fail(cause.clone()));
-        self.closing = Some((link, cause));
+        let down = |token| Completion::Done { link, token, result: Err(cause.clone()) };
+        self.completions.extend(self.messages.drain(..).map(|(token, _)| down(token)));
+        self.closing.push((link, cause));
         for key in self.jobs.iter().map(|(key, _)| key).collect::<Vec<_>>() {
             self.finish(key);
         }
@@ -368,7 +369,8 @@ impl Domain for FileDomain {
         self.moving.iter().for_each(|m| m.copy.quiesce());
         // The engine closes all its transports; every engine has this one.
         self.copier.close_files();
-        (self.link, self.closing) = (None, None);
+        self.link = None;
+        self.closing.clear();
         self.queue.clear();
         self.moving.clear();
         self.jobs.clear();
@@ -380,7 +382,16 @@ impl Domain for FileDomain {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{memory::file::FileBackend, wake::Waker};
+    use crate::{
+        api::{RailKeys, RegionKey},
+        domain::{Data, LocalAddr, Seq},
+        memory::{
+            device::Location,
+            file::{FileBackend, FileMemory, FileOptions},
+            Backing,
+        },
+        wake::Waker,
+    };
 
     /// Has room for one message until that has reached the pool, after the poll.
     struct OneBuffer;
@@ -407,6 +418,65 @@ mod tests {
             domain.poll(Time(1), &OneBuffer, &mut out);
             let messages = out.iter().filter(|c| matches!(c, Completion::Message { .. })).count();
             assert_eq!(messages, 1, "{out:?}");
+        }
+    }
+
+    /// A link that goes down while a chunk is under way ends after its successor came up.
+    #[test]
+    fn rs_4_every_link_that_came_up_is_reported_down_once() {
+        let mut domain = FileDomain::new(&FileQueue::new(&Waker::default(), FileBackend::Best));
+        let id = EngineId::random().unwrap();
+        let own = EngineAddress { id, name: "e".into(), endpoints: vec![domain.endpoint()] };
+        domain.announce(&own);
+        let path = std::env::temp_dir().join(format!("fabric-links-{}", std::process::id()));
+        let options = FileOptions { len: Some(4096), create: true, ..Default::default() };
+        let file = Location::File(Arc::new(FileMemory::open(&path, options).unwrap().0));
+        std::fs::remove_file(&path).unwrap();
+        let memory = vec![7u8; 4096];
+        let region = |index, base, location| {
+            let key = RegionKey { index, rkey: 1 };
+            Arc::new(RegionMemory::new(key, base, 4096, Backing::Foreign, None).at(location))
+        };
+        let address = memory.as_ptr() as usize;
+        domain.register(&region(1, address, Location::Host), None).unwrap();
+        domain.register(&region(2, 0, file), None).unwrap();
+        let data = Data {
+            local: LocalAddr(address),
+            local_region: 1,
+            local_seq: Seq::at(0),
+            remote: RegionKey { index: 2, rkey: 1 },
+            remote_keys: RailKeys::default(),
+            remote_seq: Seq::at(0),
+            page_len: 4096,
+            pages: 1,
+        };
+        let mut links = Vec::new();
+        for _ in 0..3 {
+            let link = domain.connect(Time(0), &own, 0).unwrap();
+            let write = WorkRequest::Write { data: data.clone(), count: None };
+            domain.post(link, Token::default(), &write).unwrap();
+            domain.flush();
+            let message = WorkRequest::Send(Arc::from(&b"m"[..]));
+            domain.post(link, Token::default(), &message).unwrap();
+            domain.disconnect(link, "test");
+            links.push(link);
+        }
+        let mut out = Vec::new();
+        let start = std::time::Instant::now();
+        while !domain.is_idle() {
+            assert!(start.elapsed().as_secs() < 20, "{domain:?}");
+            domain.poll(Time(1), &OneBuffer, &mut out);
+        }
+        assert!(!out.iter().any(|c| matches!(c, Completion::Message { .. })), "{out:?}");
+        for link in links {
+            let of = |c: &&Completion| match c {
+                Completion::Done { link: of, result, .. } => *of == link && result.is_err(),
+                Completion::LinkDown { link: of, .. } => *of == link,
+                _ => false,
+            };
+            let ends: Vec<_> = out.iter().filter(of).collect();
+            assert_eq!(ends.len(), 3, "{ends:?}");
+            assert!(matches!(ends[2], Completion::LinkDown { .. }), "{ends:?}");
         }
     }
 }
