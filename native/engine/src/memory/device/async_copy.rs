@@ -210,6 +210,18 @@ impl CopyStream {
         }
     }
 
+    /// Copies, and waits for the end.
+    ///
+    /// # Safety
+    /// All ranges must be allocated.
+    unsafe fn copy_and_wait(&mut self, pieces: &[CopyRange]) -> Result<(), DomainError> {
+        // The context stays current: nothing that may fail stands between the copies and their end.
+        let current = self.enter()?;
+        // SAFETY: the caller's; this waits for the end.
+        let event = unsafe { self.start(&current, pieces) }?;
+        self.wait(&current, event)
+    }
+
     fn wait(&mut self, _current: &CurrentContext, event: usize) -> Result<(), DomainError> {
         // SAFETY: an event of this stream.
         let rc = unsafe { (self.driver.table.event_synchronize)(event as *mut _) };
@@ -374,65 +386,12 @@ pub(crate) unsafe fn copy_now(device: i32, pieces: &[CopyRange]) -> Result<(), D
         Some(stream) => stream,
         None => CopyStream::new(Driver::open()?, device)?,
     };
-    // The context stays current: nothing that may fail stands between the copies and their end.
-    let result = stream.enter().and_then(|current| {
-        // SAFETY: the caller's; this waits for the end.
-        let event = unsafe { stream.start(&current, pieces) }?;
-        stream.wait(&current, event)
-    });
+    // SAFETY: the caller's.
+    let result = unsafe { stream.copy_and_wait(pieces) };
     IDLE_STREAMS.lock().push(stream);
     result
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::{memory::file::FileBackend, wake::Waker};
-
-    #[test]
-    fn the_columns_of_a_matrix_are_one_call_and_a_whole_matrix_is_one_range() {
-        let column = |i: usize| CopyRange { to: 384 * i, from: (1 << 20) + 1536 * i, len: 384 };
-        let pieces: Vec<_> = (0..2048).map(column).collect();
-        assert_eq!(Rows::of(&pieces).len(), 1);
-        let whole: Vec<_> = (0..2048)
-            .map(|i| CopyRange { to: 384 * i, from: (1 << 20) + 384 * i, len: 384 })
-            .collect();
-        let ranges: Vec<_> = Rows::of(&whole).iter().map(Rows::range).collect();
-        assert_eq!(ranges, [Some(CopyRange { to: 0, from: 1 << 20, len: 384 * 2048 })]);
-    }
-
-    #[test]
-    fn mr_1_copies_whose_end_is_unknown_are_not_over() {
-        let driver = Driver::without_devices();
-        let stream = CopyStream { driver, device: 0, stream: 0, idle: Vec::new() };
-        let files = FileQueue::new(&Waker::default(), FileBackend::Best);
-        let mut copier = AsyncCopier::new(&files);
-        copier.streams.push(((0, true), stream));
-        let copy = PendingCopy::Device { device: 0, inward: true, event: 1 };
-        assert!(copier.poll(&copy).is_none(), "its slot would be used again");
-    }
-
-    proptest! {
-        #[test]
-        fn rows_are_the_same_copies_in_the_same_order_and_overlap_nowhere(
-            steps in proptest::collection::vec((0usize..4, 0usize..4, 1usize..3), 0..40),
-        ) {
-            let (mut to, mut from) = (1000, 5000);
-            let pieces: Vec<CopyRange> = steps
-                .iter()
-                .map(|(a, b, len)| {
-                    (to, from) = (to + 2 * a, from + 2 * b);
-                    CopyRange { to, from, len: *len }
-                })
-                .collect();
-            let rows = Rows::of(&pieces);
-            let same: Vec<CopyRange> = rows.iter().flat_map(Rows::each).collect();
-            prop_assert_eq!(same, pieces);
-            for r in rows.iter().filter(|r| r.count > 1) {
-                prop_assert!(r.to_pitch.min(r.from_pitch) >= r.first.len);
-            }
-        }
-    }
-}
+#[path = "async_copy_tests.rs"]
+mod tests;
