@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// Received control messages that may wait, and unsent answers to revocations: far more than honest
+/// Received control messages of a peer that may wait, and unsent answers to revocations: far more than honest
 /// peers cause between two polls.
 const MAX_CONTROL_MESSAGES: usize = 1 << 16;
 /// Frames of one peer per poll.
@@ -354,9 +354,11 @@ impl ShmDomain {
             }
             Frame::Revoked { index } => self.on_released(id, index, out),
             Frame::ControlMessage(frame) => {
-                if self.control_messages.len() >= MAX_CONTROL_MESSAGES {
+                // Of each peer: one that sends too many ends its own link only.
+                if link.control_messages >= MAX_CONTROL_MESSAGES {
                     return Err(DomainError::Handshake("too many control messages".into()));
                 }
+                link.control_messages += 1;
                 self.control_messages.push_back((id, frame));
             }
             Frame::Close { reason } => return Err(peer_closed_error(&reason)),

@@ -75,6 +75,8 @@ pub(super) struct Link {
     /// Work whose count the peer may not have received before it left.
     unacknowledged: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
+    /// Control messages of the peer that were not taken yet.
+    pub control_messages: usize,
     /// Whether the peer's message ring is invalid: the link must end.
     pub corrupt: bool,
     pub jobs: Vec<Arc<CopyJob>>,
@@ -122,6 +124,7 @@ impl Link {
             count_refused: false,
             unacknowledged: Vec::new(),
             sends: VecDeque::new(),
+            control_messages: 0,
             corrupt: false,
             jobs: Vec::new(),
             exported: HashSet::new(),

@@ -414,7 +414,11 @@ impl ControlChannel for ShmDomain {
     }
 
     fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)> {
-        self.control_messages.pop_front()
+        let (id, message) = self.control_messages.pop_front()?;
+        if let Some(link) = self.link(id) {
+            link.control_messages -= 1;
+        }
+        Some((id, message))
     }
 
     fn reaches(&self, memory_kind: MemoryKind) -> bool {

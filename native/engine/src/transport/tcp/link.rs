@@ -99,6 +99,8 @@ pub(super) struct Link {
     pub messages: usize,
     pub incoming: HashMap<u64, Incoming>,
     pub waiting_messages: VecDeque<(u64, Vec<u8>)>,
+    /// Control messages of the peer that were not taken yet.
+    pub control_messages: usize,
     /// When a message of the peer was last delivered.
     pub delivered_at: Time,
     pub received_at: Time,
@@ -131,6 +133,7 @@ impl Link {
             messages: 0,
             incoming: HashMap::new(),
             waiting_messages: VecDeque::new(),
+            control_messages: 0,
             delivered_at: Time(0),
             received_at: now,
             sent_at: now,

@@ -5,6 +5,8 @@
 mod ack_tests;
 #[cfg(test)]
 mod bulk_tests;
+#[cfg(test)]
+mod flood_tests;
 mod frame;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -467,6 +469,10 @@ impl ControlChannel for TcpDomain {
     }
 
     fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)> {
-        self.control_messages.pop_front()
+        let (id, message) = self.control_messages.pop_front()?;
+        if let Some(link) = self.link(id) {
+            link.control_messages -= 1;
+        }
+        Some((id, message))
     }
 }

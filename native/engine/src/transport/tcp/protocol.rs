@@ -379,9 +379,12 @@ impl TcpDomain {
                 out.push(Completion::Done { link: id, token, result });
             }
             Kind::ControlMessage => {
-                if self.control_messages.len() > MAX_OPS {
+                let Some(link) = self.link(id) else { return Ok(()) };
+                // Of each peer: one that sends too many ends its own link only.
+                if link.control_messages > MAX_OPS {
                     return Err(DomainError::Handshake("too many control messages".into()));
                 }
+                link.control_messages += 1;
                 if let Some(Body::Collect(bytes)) = body {
                     self.control_messages.push_back((id, bytes));
                 }

@@ -42,7 +42,7 @@ pub(super) struct End {
 }
 
 impl End {
-    fn new(id: u8) -> (Self, EngineAddress) {
+    pub fn new(id: u8) -> (Self, EngineAddress) {
         let id = EngineId([id; 16]);
         let mut domain = TcpDomain::open(id, &EngineConfig::default()).unwrap();
         let address = EngineAddress { id, name: String::new(), endpoints: vec![domain.endpoint()] };
