@@ -17,7 +17,17 @@ from rich.console import Console
 from fabric_ray.bench.machine import machine
 from fabric_ray.bench.page import write_page
 from fabric_ray.bench.processes import adopt_orphans, ended_by_signals
-from fabric_ray.bench.results import Absent, ContenderError, End, Row, Run, load, whole_lines
+from fabric_ray.bench.results import (
+    Absent,
+    ContenderError,
+    End,
+    Machine,
+    Report,
+    Row,
+    Run,
+    load,
+    whole_lines,
+)
 from fabric_ray.bench.table import print_absent, print_report
 
 OUT = Path("bench-results")
@@ -43,14 +53,17 @@ class Results:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        here = machine()
         if path.exists():
-            self.rows = {row.key: row for row in load(path).rows}
+            report = load(path)
+            _check_machine(path, report, here)
+            self.rows = {row.key: row for row in report.rows}
             os.truncate(path, len(whole_lines(path)))
         self._append(
             Run(
                 started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 options=dict(options),
-                machine=machine(),
+                machine=here,
                 load=os.getloadavg(),
                 absent=list(absent),
             )
@@ -81,6 +94,17 @@ class Results:
         if self.path is not None:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _check_machine(path: Path, report: Report, here: Machine) -> None:
+    """Raises ValueError if rows of the file were measured elsewhere: they would stand beside those
+    of this machine, under its name."""
+    for there in (run.machine for run in report.runs):
+        if (there.cpu, there.cores) != (here.cpu, here.cores):
+            raise ValueError(
+                f"{path} was measured on {there.cpu}, {there.cores} cores; this process has "
+                f"{here.cpu}, {here.cores} cores; give another file"
+            )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,23 @@ def test_rows_of_an_earlier_run_are_reported_with_the_turns_that_they_have(tmp_p
     bench.measure(transports=["shm"], sizes=[4096], turns=1, results=Results(path))
     report = bench.measure(transports=["shm"], sizes=[4096], turns=3, results=Results(path))
     assert report.turns == 1
+
+
+@pytest.mark.parametrize("changes", [{"cpu": "Another CPU"}, {"cores": 4096}], ids=str)
+def test_rows_of_another_machine_are_not_shown_as_those_of_this_one(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    path = tmp_path / "bench.jsonl"
+    Results(path).end()
+    Results(path).end()  # the same machine
+    run, *rest = path.read_bytes().splitlines(keepends=True)
+    there = json.loads(run)
+    there["machine"] |= changes
+    path.write_bytes(json.dumps(there).encode() + b"\n" + b"".join(rest))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"was measured on .*{next(iter(changes.values()))}"):
+        Results(path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["copy", "socket", "shm"])
