@@ -93,6 +93,7 @@ def measure(
     began = time.perf_counter()
     results = Results(None) if results is None else results
     known = list(dict.fromkeys(transports))
+    sizes = list(dict.fromkeys(sizes))
     keys = []
     with ExitStack() as stack:
         opened: dict[str, Copy | Pair] = {}

@@ -82,6 +82,12 @@ def test_rows_of_another_machine_are_not_shown_as_those_of_this_one(
     assert path.read_bytes() == before
 
 
+def test_a_size_that_is_given_twice_is_measured_and_shown_once() -> None:
+    report = bench.measure(transports=["shm", "shm"], sizes=[4096, 4096], turns=1)
+    keys = [row.key for row in report.rows]
+    assert keys == ["bench/shm/4KiB", "bench/shm/one trip"]
+
+
 @pytest.mark.parametrize("name", ["copy", "socket", "shm"])
 def test_bytes_that_arrived_wrong_are_noticed(name: str) -> None:
     found = Copy() if name == "copy" else Pair(name)
