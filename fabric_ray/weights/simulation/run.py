@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 
 from fabric_ray._native import simulate as _simulate
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Plan
 from fabric_ray.weights.forecast import Push, pushed_sides
 from fabric_ray.weights.simulation.setting import STAGES, Setting
 from fabric_ray.weights.simulation.tasks import Task, Tasks, tensors
 from fabric_ray.weights.steps import StepAssignment
 
+MAX_WRITES = 10_000_000
+"""That are simulated in minutes."""
 _WATERMARK = 256 << 20
 _NS = 1e9
 
@@ -64,6 +67,12 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
         InvalidArgument: a tensor takes more temporary memory than the watermark; sizes that mean
             nothing.
     """
+    balance, page = plan.balance(), setting.cluster.page
+    if balance.nbytes // page > MAX_WRITES:
+        raise InvalidArgument(
+            f"pages of {page} bytes: got {balance.nbytes // page:,} writes of them, expected at "
+            f"most {MAX_WRITES:,}; give pages of {-(-balance.nbytes // MAX_WRITES)} bytes or more"
+        )
     held, (sent, _) = pushed_sides(push)
     tasks = Tasks(held, sent, push.formats, setting)
     ranks = plan.ranks("source")
@@ -75,7 +84,6 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
         _steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)
     ]
     simulated = _simulate(plan._core, [steps for steps, _ in divided], _network(setting))
-    balance = plan.balance()
     busiest = max(*balance.sent.values(), *balance.received.values())
     rate = setting.cluster.gbps * setting.cluster.nics / 8 * 1e9
     return _result(simulated, busiest / rate, watermark, fmean(n for _, n in divided))

@@ -135,6 +135,7 @@ def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path) -> None
         (["--latency", "inf"], "with inf s of latency"),
         (["--page", "nan"], "--page nan: give a number of MiB"),
         (["--page", "1025"], "pages of 1 to 1073741824 bytes"),
+        (["--page", "0.000001"], "writes of them, expected at most 10,000,000; give pages of"),
         (["--watermark", "inf"], "--watermark inf: give a number of MiB"),
         (["--watermark", "0"], "a watermark of 0 bytes: give 1 or more"),
         (["--watermark", "1"], "expected at most the watermark of 1048576; raise the watermark"),
