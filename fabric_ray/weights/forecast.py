@@ -29,6 +29,11 @@ from fabric_ray.weights.trainers import (
 
 T = TypeVar("T")
 
+MAX_RANKS = 1 << 15
+"""Of the trainers, and of the rollouts."""
+MAX_PAIRS = 1 << 22
+"""Of a trainer and a rollout."""
+
 
 class Trainers(msgspec.Struct, frozen=True):
     """The trainers of a forecast."""
@@ -80,13 +85,33 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Push(msgspec.Struct, frozen=True):
-    """A push that might be made."""
+    """A push that might be made.
+
+    Raises:
+        InvalidRanks: more ranks, or more pairs of them, than are planned in minutes.
+    """
 
     config: ModelConfig
     trainers: Trainers
     rollouts: Rollouts
     formats: Formats = {}
     """What changes its dtype on the way."""
+
+    def __post_init__(self) -> None:
+        trainers, rollouts = self.trainers.parallel.world, self.rollouts.world
+        for role, ranks in (("trainers", trainers), ("rollouts", rollouts)):
+            if ranks > MAX_RANKS:
+                raise InvalidRanks(
+                    f"{role}: got {ranks:,} ranks, expected at most {MAX_RANKS:,}; give smaller "
+                    "sizes",
+                    family=self.config.kind,
+                )
+        if trainers * rollouts > MAX_PAIRS:
+            raise InvalidRanks(
+                f"{trainers:,} trainers and {rollouts:,} rollouts: got {trainers * rollouts:,} "
+                f"pairs, expected at most {MAX_PAIRS:,}; give smaller sizes",
+                family=self.config.kind,
+            )
 
 
 class Spent(msgspec.Struct, frozen=True):
