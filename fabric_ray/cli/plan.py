@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -65,6 +66,8 @@ def plan(
     Exits with 2 where there is no such push: an unknown model, sizes that don't fit.
     """
     with errors_in_words(), working("planning") as tell:
+        if not math.isfinite(nic):
+            raise InvalidArgument(f"--nic: got {nic}, expected a number of Gb/s such as 400")
         if picture is not None:
             check_picture(picture)
         planned, predicted = forecast(options.push(model, trainer, rollout, dtype))

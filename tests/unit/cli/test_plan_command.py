@@ -168,6 +168,7 @@ def test_the_picture_shows_every_link() -> None:
         (["--rollout", "tp=2,engines=1000000"], "rollouts: got 2,000,000 ranks, expected at most"),
         (["--trainer", "fsdp=1000000"], "trainers: got 1,000,000 ranks, expected at most 32,768"),
         (["--trainer", "fsdp=8192", "--rollout", "tp=1,engines=8192"], "67,108,864 pairs"),
+        (["--nic", "inf"], "--nic: got inf, expected a number of Gb/s"),
         (["--rollout", "tp=2,engines=0"], "engines=0 must be 1 or more"),
         (["--rollout", ""], "'' isn't a size; give numbers for some of tp, ep, dp, engines"),
         (["--dtype", "fp9"], "'fp9' is none; use bfloat16, float16"),
