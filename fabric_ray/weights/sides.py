@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
 from fabric_ray.plan.errors import MissingTensors
-from fabric_ray.plan.leaving import tensor_names
+from fabric_ray.plan.leaving import several, tensor_names
 from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
 from fabric_ray.weights.self_described import on_all
@@ -99,11 +100,15 @@ def converted(source: Side, target: Side, formats: Formats) -> Side:
 
 def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
     """The error, with what to do about the ends of a push."""
-    missing = dict.fromkeys(tensor_names(needed)).keys() - set(tensor_names(sent))
+    names = dict.fromkeys(tensor_names(sent))
+    wanted = dict.fromkeys(tensor_names(needed))
+    missing = wanted.keys() - names.keys()
+    unused = [name for name in names if name not in wanted]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return MissingTensors(
         f"no trainer holds tensor `{error.tensor}`{more}, which container `{error.container}` of "
-        f"rollout rank {error.rank} needs; give it to a WeightSource: the module itself, since "
+        f"rollout rank {error.rank} needs{_other_spelling(error.tensor, unused)}; give it to a "
+        "WeightSource: the module itself, since "
         "named_parameters() leaves buffers out. Or take the container out of the rollouts' side "
         "(with WeightTarget(into=), also out of the module: a buffer by persistent=False); what is "
         "taken out keeps its values, so nothing that is trained there arrives",
@@ -111,6 +116,15 @@ def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
         container=error.container,
         rank=error.rank,
     )
+
+
+def _other_spelling(missing: str | None, unused: Sequence[str]) -> str:
+    """What trainers hold and no rollout needs, the names most like the missing one first."""
+    if not unused:
+        return ""
+    near = get_close_matches(missing or "", unused, n=3)
+    said = several([*near, *(name for name in unused if name not in near)])
+    return f", and no rollout needs the trainers' {said}: correct the name if one of them is meant"
 
 
 def as_replicas(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -307,6 +308,19 @@ def test_a_tensor_that_no_trainer_holds_is_advised_in_the_terms_of_a_push(pair) 
     assert "give it to a WeightSource: the module itself" in str(caught.value)
     assert "taken out keeps its values" in str(caught.value)
     assert "from the target" not in str(caught.value)
+
+
+def test_a_misspelt_name_stands_beside_the_name_that_the_trainer_has(pair) -> None:
+    target = pair("int16", torch.zeros(4, dtype=torch.int16))
+    container = target.side.containers[0]
+    name = container.layout.tensor.name
+    leaf = msgspec.structs.replace(
+        container.layout, tensor=msgspec.structs.replace(container.layout.tensor, name=name + "s")
+    )
+    target.side = Side.of(1, [msgspec.structs.replace(container, layout=leaf)])
+    said = f"`{name}s`, which .* no rollout needs the trainers' `{name}`: correct the name"
+    with pytest.raises(MissingTensors, match=said):
+        WeightSync(["default"], ["default"], calls=InProcess()).push()
 
 
 def test_no_cast_is_advised_where_none_would_do(pair) -> None:
