@@ -20,6 +20,8 @@ from fabric_ray.errors import FabricError
 WAIT = 600.0
 """Seconds for a user to type a command on another host."""
 
+_DAY_S = 86_400.0
+
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -29,7 +31,7 @@ def doctor(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help=f"Seconds for the writes, {BUDGET:g} unless named.", min=1.0),
+        typer.Option(help=f"Seconds for the writes, {BUDGET:g} unless named.", min=1.0, max=_DAY_S),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list what is absent and not needed.")
@@ -42,7 +44,9 @@ def doctor(
     ] = None,
     wait: Annotated[
         float | None,
-        typer.Option(help=f"Seconds that --listen waits, {WAIT:g} unless named.", min=1.0),
+        typer.Option(
+            help=f"Seconds that --listen waits, {WAIT:g} unless named.", min=1.0, max=_DAY_S
+        ),
     ] = None,
 ) -> None:
     """Libraries, NICs, GIDs and limits, and a byte-checked write over every usable pair.

@@ -35,7 +35,9 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each interval.")
     ] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between looks.", min=0.1, max=3600)
+    ] = 1.0,
 ) -> None:
     """Engines of this user's processes on this host: links, rates, transfers, health.
 

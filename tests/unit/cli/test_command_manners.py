@@ -156,6 +156,9 @@ def test_what_is_typed_wrongly_is_one_sentence_that_says_where_to_read(
     result = CliRunner().invoke(app, shlex.split(arguments), prog_name="fabric-ray")
     assert result.exit_code == Code.IMPOSSIBLE
     assert result.stdout == ""
+        ("top --once --interval inf", "; see fabric-ray top --help"),
+        ("doctor --budget inf", "; see fabric-ray doctor --help"),
+        ("doctor --listen --wait inf", "; see fabric-ray doctor --help"),
     assert re.fullmatch(r"fabric-ray: [^\n]+\n", result.stderr)
     assert result.stderr.endswith(said + "\n")
 
