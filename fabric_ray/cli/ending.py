@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -56,6 +58,9 @@ class Commands(TyperGroup):
     """All commands: what is typed wrongly ends as everything else does that can't be done."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        # The locale's encoding may lack a character of a path or a table.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().main(*args, **extra)
         except SystemExit as end:

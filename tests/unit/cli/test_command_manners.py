@@ -24,6 +24,8 @@ from fabric_ray import __version__, observe
 from fabric_ray.cli.console import facts, stdout
 from fabric_ray.cli.ending import Code
 from fabric_ray.cli.main import app
+from fabric_ray.inference.presets import tiny
+from fabric_ray.models.hf import config_to_hf
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "topo", "bench", "plan", "simulate", "trace", "top"]
@@ -364,3 +366,15 @@ def test_ctrl_c_ends_a_measurement_in_words_not_in_a_traceback() -> None:
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == Code.INTERRUPTED
     assert "Traceback" not in stderr
+
+
+def test_a_character_that_the_terminal_lacks_is_no_reason_to_fail(tmp_path: Path) -> None:
+    folder = tmp_path / "größe→"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny("llama"))))
+    words = ["plan", str(folder), "--trainer", "fsdp=2", "--rollout", "tp=2"]
+    done = subprocess.run(
+        [*PROGRAM, *words], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"gr\xf6\xdfe\u2192" in done.stdout
