@@ -8,6 +8,7 @@ from fabric_ray.inference.errors import (
     InvalidSpec,
     InvalidTable,
     InvalidTokens,
+    NonFiniteLogits,
     OutOfPages,
     PageMisuse,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "InvalidSpec",
     "InvalidTable",
     "InvalidTokens",
+    "NonFiniteLogits",
     "OutOfPages",
     "PageMisuse",
     "PagePool",

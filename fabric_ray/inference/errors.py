@@ -21,6 +21,10 @@ class InvalidTable(InferenceError):
     """A page table that is too short, or that names pages which don't exist. ``group``."""
 
 
+class NonFiniteLogits(InferenceError):
+    """Logits from which no token can be chosen: the weights or the pages are damaged."""
+
+
 class OutOfPages(InferenceError):
     """There are fewer free pages than asked for; none was taken.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from fabric_ray.inference.errors import InferenceError
+from fabric_ray.inference.errors import InferenceError, NonFiniteLogits
 
 _BITS = 53
 """Of a double's mantissa: every draw is exact."""
@@ -60,17 +61,13 @@ def sample(logits: Tensor, sampling: Sampling, index: int, *, barred: Collection
         barred: tokens that can't be chosen.
 
     Raises:
-        InferenceError: the logits are no numbers.
+        NonFiniteLogits: a logit is NaN, or the largest is infinite.
     """
     values: np.ndarray[Any, np.dtype[np.float64]] = logits.detach().double().cpu().numpy()
     if barred:
         values = values.copy()
         values[[token for token in barred if token < len(values)]] = -np.inf
-    if np.isnan(values).any() or not np.isfinite(values.max()):
-        raise InferenceError(
-            "logits are not finite; the weights or the pages behind them are damaged: load the "
-            "model again and retry the request"
-        )
+    _check_largest(values.max())
     if sampling.temperature == 0:
         return int(values.argmax())
     odds = np.exp((values - values.max()) / sampling.temperature)
@@ -84,6 +81,24 @@ def sample(logits: Tensor, sampling: Sampling, index: int, *, barred: Collection
     # The first whose sum reaches top_p is the last to be drawn from.
     last = int(np.searchsorted(sums, sampling.top_p * sums[-1]))
     return int(order[_drawn(odds[order[: min(last + 1, count)]], sampling.seed, index)])
+
+
+def check_finite(logits: Tensor) -> None:
+    """Refuses logits that :func:`sample` can't choose from.
+
+    Raises:
+        NonFiniteLogits: a logit is NaN, or the largest is infinite.
+    """
+    _check_largest(float(logits.detach().max()))
+
+
+def _check_largest(logit: float) -> None:
+    """The maximum is NaN where any value is."""
+    if not math.isfinite(logit):
+        raise NonFiniteLogits(
+            f"logits are not finite, the largest is {logit}; the weights or the pages behind them "
+            "are damaged: load the model again and retry the request"
+        )
 
 
 def _drawn(odds: np.ndarray[Any, np.dtype[np.float64]], seed: int, index: int) -> int:

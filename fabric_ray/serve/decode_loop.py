@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fabric_ray.inference.errors import InferenceError
+from fabric_ray.inference.errors import InferenceError, NonFiniteLogits
 from fabric_ray.inference.protocols import DecodeEngine, DecodeRow, PageTable, Tail
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.serve.errors import ServeError, Unavailable
@@ -170,7 +170,10 @@ class DecodeLoop:
 
     def _step(self) -> None:
         """Chooses the first token of new rows, then computes one more token of all rows."""
-        self._choose_all([(row, row.tail.logits) for row in self._rows if not row.tokens])
+        failure = self._choose_all([(row, row.tail.logits) for row in self._rows if not row.tokens])
+        # A prefiller computed the logits of a tail.
+        if failure is not None and not isinstance(failure, NonFiniteLogits):
+            self._record_failure(failure)
         rows = list(self._rows)
         if not rows:
             return
@@ -183,7 +186,10 @@ class DecodeLoop:
         for row in rows:
             row.position += 1
         self.steps += 1
-        if self._choose_all(list(zip(rows, logits, strict=True))):
+        failure = self._choose_all(list(zip(rows, logits, strict=True)))
+        if failure is not None:
+            self._record_failure(failure)
+        else:
             self._health.worked()
 
     def _end_all(self, rows: Sequence[Row], error: Exception) -> None:
@@ -201,8 +207,8 @@ class DecodeLoop:
         if self._health.lost is not None:
             raise Unavailable(self._health.lost) from error
 
-    def _choose_all(self, computed: Sequence[tuple[Row, Tensor]]) -> bool:
-        """Chooses a token from each row's logits; false if that failed for any row."""
+    def _choose_all(self, computed: Sequence[tuple[Row, Tensor]]) -> Exception | None:
+        """Chooses a token from each row's logits; returns why that failed for a row, if so."""
         callbacks: list[Callable[[], None]] = []
         failure: Exception | None = None
         for row, logits in computed:
@@ -215,9 +221,7 @@ class DecodeLoop:
                 why = ServeError(f"no token could be chosen: {one_line(error)}")
                 callbacks.append(partial(row.on_out, why))
         self._call_on_loop(callbacks)
-        if failure is not None:
-            self._record_failure(failure)
-        return failure is None
+        return failure
 
     def _choose(self, row: Row, logits: Tensor, callbacks: list[Callable[[], None]]) -> None:
         token = sample(logits, row.sampling, len(row.tokens), barred=row.barred)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fabric_ray.inference.errors import InferenceError
+from fabric_ray.inference.errors import InferenceError, NonFiniteLogits
 
 IN_A_ROW = 3
 """Failures of different requests or steps without a success between them."""
@@ -34,13 +34,14 @@ class EngineHealth:
         self._failed.clear()
 
     def failed(self, what: str, error: BaseException) -> None:
-        """A pass or step raised. Input that an engine refuses doesn't count.
+        """A pass or step raised, or gave logits that aren't finite. Input that an engine refuses
+        doesn't count.
 
         Args:
             what: the request or step; repeated failures of one request count once.
             error: what it raised.
         """
-        if isinstance(error, InferenceError):
+        if isinstance(error, InferenceError) and not isinstance(error, NonFiniteLogits):
             return
         if is_sticky(error):
             self._lost = one_line(error)

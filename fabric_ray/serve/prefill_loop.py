@@ -18,6 +18,7 @@ from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import FabricError
 from fabric_ray.inference.errors import InferenceError, OutOfPages
 from fabric_ray.inference.protocols import PrefillChunk
+from fabric_ray.inference.sampling import check_finite
 from fabric_ray.inference.tables import Tables
 from fabric_ray.kvcache import Job, Prefiller
 from fabric_ray.kvcache.errors import RefusalReason
@@ -239,6 +240,7 @@ class PrefillLoop:
         try:
             tail = self._instance.engine.prefill(chunk, on_layer)
             if tail is not None:
+                check_finite(tail.logits)
                 self._instance.engine.write_tail(tail, self._instance.tail(slot))
         except Exception as error:
             # The job ends first, so that the missing layers are not sent.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -323,6 +324,70 @@ async def test_a_decoder_whose_device_is_lost_is_unhealthy_at_once() -> None:
         with pytest.raises(Unavailable, match="an illegal memory access"):
             w.decode.check()
         failed(await w.ask(request(1, (1,) * 10)), "Unavailable")
+
+
+async def ended(thread: threading.Thread) -> None:
+    for _ in range(200):
+        if not thread.is_alive():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{thread.name} goes on")
+
+
+class NotFinite(Around):
+    """An engine of damaged weights: the logits of prompts, or of steps, are NaN."""
+
+    prompts = steps = False
+
+    def prefill(self, chunk: PrefillChunk, on_layer: OnLayer) -> Tail | None:
+        tail = self._engine.prefill(chunk, on_layer)
+        if tail is not None and self.prompts:
+            tail.logits[-1] = float("nan")
+        return tail  # type: ignore[no-any-return]
+
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        logits = self._engine.decode(rows)
+        if self.steps:
+            logits[:, -1] = float("nan")
+        return logits  # type: ignore[no-any-return]
+
+
+async def test_a_prefiller_of_damaged_weights_is_unhealthy_and_no_decoder_is() -> None:
+    async with world((), decode={"prefill_attempts": 2}) as w:
+        made: list[NotFinite] = []
+
+        def damaged(instance: Instance) -> None:
+            made.append(NotFinite(instance.engine))
+            made[0].prompts = True
+            instance.engine = made[0]  # type: ignore[assignment]
+
+        p = w.add_prefiller("p0", damaged)
+        for number in range(3):
+            p.check()
+            text = failed(await w.ask(request(number, (13,) * (28 + number))), "NoPrefill")
+            assert "logits are not finite" in text
+        await ended(p._thread)
+        with pytest.raises(Unavailable, match="3 failures in a row, the last: NonFiniteLogits"):
+            p.check()
+        w.decode.check()
+        w.add_prefiller("p1")
+        end = await w.ask(request(9, (13,) * 30))
+        assert [end.tokens] == expected(w.args, [request(9, (13,) * 30)])  # type: ignore[union-attr]
+        w.decode.check()
+
+
+async def test_a_decoder_of_damaged_weights_is_unhealthy() -> None:
+    async with world() as w:
+        engine = NotFinite(w.decode._instance.engine)
+        w.decode._loop._engine = engine  # type: ignore[assignment]
+        assert isinstance(await w.ask(request(0, (7,) * 16)), Finished)
+        engine.steps = True
+        for number in range(1, 4):
+            w.decode.check()
+            failed(await w.ask(request(number, (7 + number,) * 16)), "ServeError")
+        await ended(w.decode._loop._thread)
+        with pytest.raises(Unavailable, match="3 failures in a row, the last: NonFiniteLogits"):
+            w.decode.check()
 
 
 def test_failures_count_by_request_and_until_something_goes_right() -> None:
