@@ -32,8 +32,8 @@ def build_app(args: ServeArgs) -> serve.Application:
         BadRequest: the model is unknown.
         ModelError: its directory's files are damaged, or models of its kind can't be computed.
         FamilyError: ``tp`` ranks can't share the model.
-        InvalidArgument: the engine or a routing policy can't be imported, or prefillers may scale
-            to zero.
+        InvalidArgument: the engine or a routing policy can't be imported, the caches differ in
+            their dtype, or prefillers may scale to zero.
     """
     if not isinstance(args, ServeArgs):
         args = ServeArgs.model_validate(args)

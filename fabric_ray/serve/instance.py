@@ -63,11 +63,12 @@ def check_model(args: ServeArgs) -> None:
 
     Raises:
         BadRequest: there is no such model.
-        InvalidArgument: the engine can't be imported.
+        InvalidArgument: the engine can't be imported, or the caches differ in their dtype.
         InferenceError: the chat template can't be read.
         ModelError: the directory's files are damaged, or models of this kind can't be computed.
         FamilyError: ``tp`` ranks can't share the model.
     """
+    _check_cache_dtypes(args)
     if args.engine is None:
         config = model_config(args)
         check_computed(config)
@@ -76,6 +77,20 @@ def check_model(args: ServeArgs) -> None:
     else:
         load_factory(args.engine)
     chat_template(args)
+
+
+def _check_cache_dtypes(args: ServeArgs) -> None:
+    """Raises InvalidArgument if prefillers and decoders can't exchange pages: no transfer converts
+    them."""
+    prefill, decode = args.prefill.cache.dtype, args.decode.cache.dtype
+    # What an engine of the user's takes by default is unknown here.
+    default = None if args.engine is not None else args.dtype or model_config(args).dtype
+    found = (prefill or default, decode or default)
+    if None not in found and found[0] != found[1]:
+        raise InvalidArgument(
+            f"prefill.cache.dtype and decode.cache.dtype: got {found[0]} and {found[1]}, expected "
+            "one dtype; set both to the same, or neither"
+        )
 
 
 def tokenizer(args: ServeArgs) -> Tokenizer:

@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("ray")
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.tokenizer import ByteTokenizer
 from fabric_ray.serve import BadRequest, NotFound, ServeArgs
 from fabric_ray.serve.answers import error_body
 from fabric_ray.serve.chat import ChatTemplate
+from fabric_ray.serve.instance import check_model
 from fabric_ray.serve.messages import Generate
 from fabric_ray.serve.openai import Body, ChatBody, CompletionBody, parse, request_id
 from fabric_ray.serve.openai import generate_request as to_decoder
@@ -281,6 +283,33 @@ def test_a_chat_that_names_no_length_gets_what_there_is_room_for(pages: dict[str
     assert asked(CompletionBody, args).max_tokens == args.router.default_max_tokens
     wide = ServeArgs.model_validate({"router": {"default_chat_tokens": 100, "max_tokens": 60}})
     assert asked(ChatBody, wide).max_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({}, False),
+        ({"prefill": "bfloat16", "decode": "bfloat16"}, False),
+        ({"prefill": "float32"}, False),  # the model's
+        ({"dtype": "bfloat16", "decode": "bfloat16"}, False),
+        ({"prefill": "bfloat16", "decode": "float16"}, True),
+        ({"prefill": "bfloat16"}, True),
+        ({"decode": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "decode": "float32"}, True),
+        ({"engine": "json:loads", "decode": "float32"}, False),
+        ({"engine": "json:loads", "prefill": "float16", "decode": "float32"}, True),
+    ],
+)
+def test_caches_that_differ_in_their_dtype_are_refused_before_anything_starts(
+    fields: dict[str, str], refused: bool
+) -> None:
+    caches = {r: {"cache": {"dtype": fields[r]}} for r in ("prefill", "decode") if r in fields}
+    args = ServeArgs.model_validate({**fields, **caches})
+    if not refused:
+        check_model(args)
+        return
+    with pytest.raises(InvalidArgument, match=r"decode\.cache\.dtype: got .* expected one dtype"):
+        check_model(args)
 
 
 def test_the_id_that_a_client_gives_is_the_requests() -> None:
