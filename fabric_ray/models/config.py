@@ -171,6 +171,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     sinks: bool = False
     """Whether each head has an attention sink."""
     dtype: DTypeName = "bfloat16"
+    max_positions: int | None = None
+    """Most tokens of a sequence; ``None`` where the ``config.json`` gives no limit, or the model
+    isn't computed here."""
     nest: Nest = ""
     """The model of text and images that it is the text model of, by ``model_type``."""
     uncomputed: str = ""

@@ -189,6 +189,7 @@ def config_from_hf(fields: Any, *, origin: str = "config", quantised: bool = Fal
         gate=architecture.gate,
         sinks=architecture.sinks,
         dtype=_dtype(kind, raw, origin),
+        max_positions=variant.max_positions,
         nest=nest,
         uncomputed=variant.uncomputed,
     )
@@ -242,6 +243,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         **rope,
     }
+    if config.max_positions is not None:
+        fields["max_position_embeddings"] = config.max_positions
     if config.window is not None:
         fields |= {
             "use_sliding_window": True,

@@ -84,6 +84,7 @@ class Variant(msgspec.Struct, frozen=True):
 
     rope: Rope = Rope()
     windowed_layers: tuple[int, ...] = ()
+    max_positions: int | None = None
     uncomputed: str = ""
     """What it asks for that isn't implemented, and a way out."""
 
@@ -116,11 +117,12 @@ def variant_of(
             raise _Unread(f"activation {act!r}; only 'silu' is implemented")
         _check_layer_types(architecture, fields)
         rope = _rope(architecture, fields, origin)
+        positions = _max_positions(fields)
         _check_router(architecture, fields)
         _check_others(fields, _READ.union(_ROUTER, read))
     except _Unread as unread:
         return Variant(windowed_layers=windowed, uncomputed=str(unread))
-    return Variant(rope, windowed)
+    return Variant(rope, windowed, positions)
 
 
 def _number(field: str, value: Any, *, least: float) -> float:
@@ -130,6 +132,17 @@ def _number(field: str, value: Any, *, least: float) -> float:
     if not least < value < math.inf:
         raise _Unread(f"{field} {value!r}; give a finite number above {least:g}")
     return float(value)
+
+
+def _max_positions(fields: dict[str, Any]) -> int | None:
+    """With YaRN and Llama 3.1's scaling the field is that of the scaled embeddings already."""
+    value = fields.get("max_position_embeddings")
+    if value is None:
+        return None
+    number = _number("max_position_embeddings", value, least=0.0)
+    if number != int(number):
+        raise _Unread(f"max_position_embeddings {value!r}; give a whole number")
+    return int(number)
 
 
 def _check_layer_types(architecture: Architecture, fields: dict[str, Any]) -> None:

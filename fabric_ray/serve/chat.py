@@ -138,6 +138,18 @@ def load_chat_template(
     return ChatTemplate(str(named), special_tokens=special, path=directory / _CONFIG_FILE)
 
 
+def model_max_length(directory: Path | None) -> int | None:
+    """``model_max_length`` in a checkpoint's ``tokenizer_config.json``.
+
+    Raises:
+        InferenceError: the file can't be read.
+    """
+    found = _config(directory, _CONFIG_FILE).get("model_max_length")
+    # Tokenizers without a limit have 1e30.
+    is_limit = isinstance(found, (int, float)) and not isinstance(found, bool) and 1 <= found < 1e18
+    return int(found) if is_limit else None
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """The messages with their contents as plain text; parts of text are joined by line feeds.
 

@@ -29,7 +29,7 @@ from fabric_ray.serve.errors import (
     NotFound,
     ServeError,
 )
-from fabric_ray.serve.instance import chat_template, tokenizer
+from fabric_ray.serve.instance import chat_template, max_model_len, tokenizer
 from fabric_ray.serve.messages import Emitted, Event, Failed, Finished, Generate
 
 logger = logging.getLogger("ray.serve")
@@ -57,6 +57,7 @@ class Router:
     ) -> None:
         self._args = args
         self._tokenizer, self._template = tokenizer(args), chat_template(args)
+        self._max_model_len = max_model_len(args)
         self._decode, self._prefill = decode, prefill
         self._open = 0
         self._bodies = BodyReader(
@@ -90,7 +91,14 @@ class Router:
         id = openai.request_id(request.headers.get("x-request-id"), kind)
         body = openai.parse(await self._bodies.read(request), kind)
         self._require_slot()
-        generate = openai.generate_request(body, self._args, self._tokenizer, self._template, id=id)
+        generate = openai.generate_request(
+            body,
+            self._args,
+            self._tokenizer,
+            self._template,
+            id=id,
+            max_model_len=self._max_model_len,
+        )
         answer = answers.Answer.of(body, generate, model=self._args.model_id)
         events = self._events(generate)
         try:

@@ -25,7 +25,7 @@ from fabric_ray.models.checkpoint import Checkpoint
 from fabric_ray.models.config import ModelConfig, check_computed
 from fabric_ray.runtime.process import node_address
 from fabric_ray.runtime.token import cluster_token
-from fabric_ray.serve.chat import ChatTemplate, load_chat_template
+from fabric_ray.serve.chat import ChatTemplate, load_chat_template, model_max_length
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.engines import Role, checked, load_factory
 from fabric_ray.serve.errors import BadRequest
@@ -64,7 +64,7 @@ def check_model(args: ServeArgs) -> None:
     Raises:
         BadRequest: there is no such model.
         InvalidArgument: the engine can't be imported, or the caches differ in their dtype.
-        InferenceError: the chat template can't be read.
+        InferenceError: the chat template or ``tokenizer_config.json`` can't be read.
         ModelError: the directory's files are damaged, or models of this kind can't be computed.
         FamilyError: ``tp`` ranks can't share the model.
     """
@@ -72,6 +72,7 @@ def check_model(args: ServeArgs) -> None:
     if args.engine is None:
         config = model_config(args)
         check_computed(config)
+        max_model_len(args)
         for tp in {args.prefill.tp, args.decode.tp}:
             target_containers(config, tp=tp, rank=0)
     else:
@@ -102,6 +103,20 @@ def tokenizer(args: ServeArgs) -> Tokenizer:
 def chat_template(args: ServeArgs) -> ChatTemplate | None:
     """The model's chat template, if there is one."""
     return load_chat_template(_directory(args), file=args.chat_template)
+
+
+def max_model_len(args: ServeArgs) -> int | None:
+    """Most tokens of a request, prompt included: the model's ``max_position_embeddings``, or its
+    tokenizer's ``model_max_length`` if that is less. ``None`` where neither is given, or the
+    engine is the user's.
+
+    Raises:
+        InferenceError: ``tokenizer_config.json`` can't be read.
+    """
+    if args.engine is not None:
+        return None
+    limits = (model_config(args).max_positions, model_max_length(_directory(args)))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _directory(args: ServeArgs) -> Path | None:

@@ -93,6 +93,9 @@ class Body(BaseModel):
     prefix: ClassVar[str]
     """Of the ids of answers."""
 
+    prompt_field: ClassVar[str]
+    """The field that has the prompt."""
+
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -118,14 +121,20 @@ class Body(BaseModel):
         """
 
     @abstractmethod
-    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
-        """Most tokens of an answer to a body that doesn't say."""
+    def default_max_tokens(self, args: ServeArgs, room: int) -> int:
+        """Most tokens of an answer to a body that doesn't say.
+
+        Args:
+            args: of the deployment.
+            room: tokens that fit into a decoder's pages beside the prompt.
+        """
 
 
 class CompletionBody(Body):
     """The body of ``/v1/completions``."""
 
     prefix = "cmpl"
+    prompt_field = "prompt"
 
     prompt: str | list[int] | list[str] | list[list[int]]
     add_special_tokens: bool = True
@@ -145,7 +154,7 @@ class CompletionBody(Body):
             raise BadRequest("the prompt is empty; give text or tokens", param="prompt")
         return tuple(prompt)
 
-    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
+    def default_max_tokens(self, args: ServeArgs, room: int) -> int:
         return args.router.default_max_tokens
 
 
@@ -153,6 +162,7 @@ class ChatBody(Body):
     """The body of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
+    prompt_field = "messages"
 
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -176,10 +186,7 @@ class ChatBody(Body):
             )
         return tuple(tokens)
 
-    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
-        cache = args.decode.cache
-        pages = min(cache.pages, cache.window_pages or cache.pages)
-        room = pages * cache.page_tokens - prompt_tokens
+    def default_max_tokens(self, args: ServeArgs, room: int) -> int:
         return max(1, min(args.router.default_chat_tokens, room))
 
 
@@ -246,8 +253,17 @@ def generate_request(
     template: ChatTemplate | None = None,
     *,
     id: str,
+    max_model_len: int | None,
 ) -> Generate:
     """The request to a decoder.
+
+    Args:
+        body: of the HTTP request.
+        args: of the deployment.
+        tokenizer: the model's.
+        template: the model's chat template.
+        id: of the request.
+        max_model_len: most tokens of a request, prompt included.
 
     Raises:
         BadRequest: the model is unknown, there is not exactly one prompt, or a limit is exceeded.
@@ -260,7 +276,13 @@ def generate_request(
             f"stop: got {len(stop)} texts, expected at most {_MOST_STOPS}", param="stop"
         )
     tokens = body.tokens(tokenizer, template)
-    max_tokens = _max_tokens(body, args, len(tokens))
+    if max_model_len is not None and len(tokens) >= max_model_len:
+        raise BadRequest(
+            f"the prompt has {len(tokens)} tokens, expected at most {max_model_len - 1}: the "
+            f"model's maximum context length is {max_model_len}; shorten the prompt",
+            param=body.prompt_field,
+        )
+    max_tokens = _max_tokens(body, args, len(tokens), max_model_len)
     return Generate(
         id=id,
         tokens=tokens,
@@ -282,8 +304,12 @@ def generate_request(
     )
 
 
-def _max_tokens(body: Body, args: ServeArgs, prompt_tokens: int) -> int:
+def _max_tokens(body: Body, args: ServeArgs, prompt_tokens: int, max_model_len: int | None) -> int:
     most = args.router.max_tokens
+    cache = args.decode.cache
+    pages = min(cache.pages, cache.window_pages or cache.pages)
+    room = pages * cache.page_tokens - prompt_tokens
+    context = None if max_model_len is None else max_model_len - prompt_tokens
     named = {
         name: value
         for name in ("max_tokens", "max_completion_tokens")
@@ -301,7 +327,17 @@ def _max_tokens(body: Body, args: ServeArgs, prompt_tokens: int) -> int:
                 f"{name}: got {value}, expected at most {most} (router.max_tokens); ask for less",
                 param=name,
             )
-    tokens = next(iter(named.values()), min(body.default_max_tokens(args, prompt_tokens), most))
+        if context is not None and value > context:
+            raise BadRequest(
+                f"{name}: got {value}, expected at most {context}: the prompt has {prompt_tokens} "
+                f"tokens, the model's maximum context length is {max_model_len}; shorten the "
+                "prompt or ask for less",
+                param=name,
+            )
+    default = min(body.default_max_tokens(args, room), most)
+    if context is not None:
+        default = min(default, context)
+    tokens = next(iter(named.values()), default)
     if body.min_tokens > tokens:
         raise BadRequest(
             f"min_tokens: got {body.min_tokens}, expected at most max_tokens, which is {tokens}",

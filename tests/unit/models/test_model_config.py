@@ -47,6 +47,19 @@ def test_a_published_config_gives_the_published_size() -> None:
     assert not config.tied
 
 
+def test_the_most_positions_are_those_of_the_scaled_embeddings(tmp_path: Path) -> None:
+    config = config_from_hf(LLAMA_31_8B)
+    assert config.max_positions == 131072
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    assert read_config(tmp_path) == config
+    without = llama()
+    del without["max_position_embeddings"]
+    assert config_from_hf(without).max_positions is None
+    for wrong in (0, -1, 0.5, "many"):
+        config = config_from_hf(llama(max_position_embeddings=wrong))
+        assert "max_position_embeddings" in config.uncomputed
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_every_config_survives_writing_and_reading(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(SMALL[name])))

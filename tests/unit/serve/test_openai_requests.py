@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("ray")
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.inference.presets import TINY
 from fabric_ray.inference.tokenizer import ByteTokenizer
+from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.models.checkpoint import save_checkpoint
 from fabric_ray.serve import BadRequest, NotFound, ServeArgs
 from fabric_ray.serve.answers import error_body
 from fabric_ray.serve.chat import ChatTemplate
-from fabric_ray.serve.instance import check_model
+from fabric_ray.serve.instance import check_model, max_model_len
 from fabric_ray.serve.messages import Generate
 from fabric_ray.serve.openai import Body, ChatBody, CompletionBody, parse, request_id
 from fabric_ray.serve.openai import generate_request as to_decoder
@@ -32,15 +37,17 @@ PROMPT: dict[type[Body], dict[str, Any]] = {
 BOTH = pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 
 
-def asked(kind: type[Body], args: ServeArgs = ARGS, **fields: Any) -> Generate:
+def asked(
+    kind: type[Body], args: ServeArgs = ARGS, context: int | None = None, **fields: Any
+) -> Generate:
     body = parse(json.dumps({**PROMPT[kind], **fields}).encode(), kind)
-    return to_decoder(body, args, ByteTokenizer(), TEMPLATE, id="i")
+    return to_decoder(body, args, ByteTokenizer(), TEMPLATE, id="i", max_model_len=context)
 
 
-def refused(kind: type[Body], **fields: Any) -> str | None:
+def refused(kind: type[Body], context: int | None = None, **fields: Any) -> str | None:
     """The field that is named."""
     with pytest.raises(BadRequest) as caught:
-        asked(kind, **fields)
+        asked(kind, context=context, **fields)
     assert caught.value.status in (400, 404)
     named: str | None = error_body(caught.value)["error"]["param"]
     return named
@@ -283,6 +290,41 @@ def test_a_chat_that_names_no_length_gets_what_there_is_room_for(pages: dict[str
     assert asked(CompletionBody, args).max_tokens == args.router.default_max_tokens
     wide = ServeArgs.model_validate({"router": {"default_chat_tokens": 100, "max_tokens": 60}})
     assert asked(ChatBody, wide).max_tokens == 60
+
+
+@BOTH
+def test_a_request_beyond_the_models_positions_is_refused(kind: type[Body]) -> None:
+    prompt = len(asked(kind).tokens)
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert asked(kind, context=prompt + 8, **{name: 8}).max_tokens == 8
+        assert refused(kind, context=prompt + 8, **{name: 9}) == name
+    field = "prompt" if kind is CompletionBody else "messages"
+    assert refused(kind, context=prompt) == field
+    assert refused(kind, context=prompt - 1, max_tokens=1) == field
+    # A length that isn't named is what is left of them.
+    assert asked(kind, context=prompt + 3).max_tokens == 3
+    assert refused(kind, context=prompt + 3, min_tokens=4) == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("positions", "tokenizer", "expected"),
+    [
+        (None, {}, None),
+        (96, {}, 96),
+        (96, {"model_max_length": 64}, 64),
+        (96, {"model_max_length": 1e30}, 96),
+        (None, {"model_max_length": 64}, 64),
+    ],
+)
+def test_the_context_is_that_of_the_checkpoint(
+    tmp_path: Path, positions: int | None, tokenizer: dict[str, Any], expected: int | None
+) -> None:
+    config = msgspec.structs.replace(TINY["tiny-llama"], max_positions=positions)
+    save_checkpoint(tmp_path, config, InitialWeights(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert max_model_len(ServeArgs(model=str(tmp_path))) == expected
+    assert max_model_len(ServeArgs(model=str(tmp_path), engine="my.engine:make")) is None
+    assert max_model_len(ARGS) is None
 
 
 @pytest.mark.parametrize(
