@@ -79,7 +79,7 @@ def _option(name: str, hint: Any) -> Any:
     if get_origin(kind) is Literal:
         choices: Any = Enum
         kind = choices(name, {each: each for each in get_args(kind)})
-    return Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", help=text)]
+    return Annotated[kind, typer.Option(options.option(name), help=text)]
 
 
 @_command(options.Weights, "Weights from trainers into rollouts.")

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_ray.errors import FabricError, InvalidArgument, given_path
+from fabric_ray.models.errors import ModelError
 from fabric_ray.runtime.causes import cause_of
+from fabric_ray.weights.families import FamilyError
 from fabric_ray.weights.report import Span
 
 # Paul Tol's bright scheme: told apart with any kind of colour vision.
@@ -68,6 +70,15 @@ def cluster(address: str | None) -> Iterator[None]:
     finally:
         if not running:
             ray.shutdown()
+
+
+@contextmanager
+def named(*options: str) -> Iterator[None]:
+    """Adds the names of options of the command line to what is refused about the model's ranks."""
+    try:
+        yield
+    except (FamilyError, ModelError) as error:
+        raise InvalidArgument(f"{', '.join(options)}: {error}") from error
 
 
 def make_output(directory: Path) -> None:

@@ -23,12 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_ray.decoding import converted
-from fabric_ray.demo.common import cluster, plain, print_checks
+from fabric_ray.demo.common import cluster, named, plain, print_checks
 from fabric_ray.demo.options import KvCache as Options
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
+from fabric_ray.inference.spec import CacheSpec
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
-from fabric_ray.serve.instance import check_model, load_model, tokenizer
+from fabric_ray.serve.instance import check_model, load_model, max_model_len, tokenizer
 
 PROMPT = "Pages leave layer by layer, while the next layer is computed."
 _PROMPTS, _PROMPT_TOKENS = 16, 96
@@ -43,7 +45,7 @@ def serve_args(options: Options) -> ServeArgs:
     fabric: dict[str, Any] = {"name": "kvcache-demo"}
     if options.transport != "auto":
         fabric["transport"] = options.transport
-    cache = {"page_tokens": 8, "pages": 1024}
+    cache = {"page_tokens": 8, "pages": _pages(options)}
     return ServeArgs.model_validate(
         {
             "model": options.model,
@@ -55,6 +57,11 @@ def serve_args(options: Options) -> ServeArgs:
             "fabric": fabric,
         }
     )
+
+
+def _pages(options: Options) -> int:
+    """Pages of 8 tokens, enough for one request of each client at the same time."""
+    return max(1024, options.clients * -(-(_PROMPT_TOKENS + options.max_tokens) // 8))
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -161,7 +168,9 @@ def run(options: Options, tell: Tell) -> Outcome:
     options.check()
     # A wrong model or tp ends here, before any process is started.
     args = serve_args(options)
-    check_model(args)
+    with named("--model", "--prefill-tp", "--decode-tp"):
+        check_model(args)
+    _check_context(args, options.max_tokens)
     with cluster(options.address):
         tell("stage", "starting Ray Serve: a router, a prefiller, a decoder")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -170,6 +179,17 @@ def run(options: Options, tell: Tell) -> Outcome:
                 return _on(app, options, tell)
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _check_context(args: ServeArgs, max_tokens: int) -> None:
+    """Raises InvalidArgument if the model has too few positions for a request."""
+    prompt = max(_PROMPT_TOKENS, len(tokenizer(args).encode(PROMPT)))
+    context = max_model_len(args)
+    if context is not None and prompt + max_tokens > context:
+        raise InvalidArgument(
+            f"--max-tokens: got {max_tokens}, expected at most {context - prompt}: the model's "
+            f"maximum context length is {context}, and prompts have up to {prompt} tokens"
+        )
 
 
 def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
@@ -181,7 +201,8 @@ def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
         for _ in range(_PROMPTS)
     ]
     tell("stage", "one engine that does both halves makes the reference")
-    plain = Generator(TorchEngine(load_model(args, tp=1)))
+    spec = CacheSpec(page_tokens=args.decode.cache.page_tokens, pages=args.decode.cache.pages)
+    plain = Generator(TorchEngine(load_model(args, tp=1), spec))
     asked = [words.encode(PROMPT), *prompts]
     expected = plain.run([GenerationRequest(p, options.max_tokens, stop=words.stop) for p in asked])
     text = words.decode([t for t in expected[0] if t not in words.stop])

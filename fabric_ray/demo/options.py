@@ -10,6 +10,11 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument
 
+MAX_TOKENS = 1024
+"""Of a completion of the key/value cache demo: one takes seconds on a laptop."""
+
+_LONGEST_S = 3600
+
 Transport = Annotated[Literal["auto", "shm", "tcp"], "What moves the bytes."]
 Kind = Literal["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 Trainers = Annotated[int, "FSDP2 trainers."]
@@ -44,11 +49,13 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument for what can't be run, before anything is started."""
         check_least(self, trainers=1, rollouts=1, ep=1, pushes=1, steps=0)
         if not math.isfinite(self.parameters):
-            raise InvalidArgument(f"parameters is {self.parameters}; give a number such as 300e6")
+            raise InvalidArgument(
+                f"--parameters: got {self.parameters}, expected a number such as 300e6"
+            )
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             raise InvalidArgument(
-                f"{self.checkpoint} is not a directory; give one that holds config.json and "
-                "*.safetensors"
+                f"--checkpoint: {self.checkpoint} is not a directory; give one that holds "
+                "config.json and *.safetensors"
             )
 
 
@@ -72,9 +79,12 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument for what can't be run, before anything is started."""
-        check_least(self, prefill_tp=1, decode_tp=1)
-        if self.clients < 1 or self.seconds <= 0 or self.max_tokens < 1:
-            raise InvalidArgument("give at least one client, one token and some seconds")
+        check_least(self, prefill_tp=1, decode_tp=1, clients=1, max_tokens=1)
+        check_most(self, prefill_tp=64, decode_tp=64, clients=32, max_tokens=MAX_TOKENS)
+        if not 0 < self.seconds <= _LONGEST_S:
+            raise InvalidArgument(
+                f"--seconds: got {self.seconds:g}, expected more than 0 and at most {_LONGEST_S}"
+            )
 
 
 class Moe(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,14 +100,27 @@ class Moe(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument for what can't be run, before anything is started."""
-        check_least(self, ranks=2, tokens=1, steps=1, timeout=1)
-        for name, most in (("ranks", 64), ("tokens", 4096)):
-            if (value := getattr(self, name)) > most:
-                raise InvalidArgument(f"{name} is {value}; give at most {most}")
+        check_least(self, ranks=2, tokens=1, steps=1)
+        check_most(self, ranks=64, tokens=4096)
+        # No option of the command line.
+        if not 1 <= self.timeout < math.inf:
+            raise InvalidArgument(f"timeout: got {self.timeout} s, expected at least 1")
 
 
-def check_least(options: object, **least: float) -> None:
+def check_least(options: object, **least: int) -> None:
     """Raises InvalidArgument if an option is less than it can be."""
     for name, bound in least.items():
         if (value := getattr(options, name)) < bound:
-            raise InvalidArgument(f"{name} is {value}; give at least {bound}")
+            raise InvalidArgument(f"{option(name)}: got {value}, expected at least {bound}")
+
+
+def check_most(options: object, **most: int) -> None:
+    """Raises InvalidArgument if an option is more than it can be."""
+    for name, bound in most.items():
+        if (value := getattr(options, name)) > bound:
+            raise InvalidArgument(f"{option(name)}: got {value}, expected at most {bound}")
+
+
+def option(field: str) -> str:
+    """What the command line calls a field."""
+    return f"--{field.replace('_', '-')}"

@@ -17,7 +17,7 @@ import ray
 from rich.console import Console
 
 from fabric_ray.demo.actors import TIMEOUT, Checked, Rollout, Trainer, spread, started
-from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output, plain
+from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output, named, plain
 from fabric_ray.demo.options import Weights as Options
 from fabric_ray.errors import given_path
 from fabric_ray.models import ModelConfig, demo_config, read_config
@@ -168,9 +168,12 @@ def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outco
         FabricError: whatever went wrong, by name.
     """
     options.check()
-    config = model(options)
+    made = ("--parameters", "--rollouts", "--ep")
+    with named(*made if options.checkpoint is None else ("--checkpoint",)):
+        config = model(options)
     # Bad sizes end here, before any process is started.
-    target_side(config, tp=options.rollouts, ep=options.ep)
+    with named("--rollouts", "--ep"):
+        target_side(config, tp=options.rollouts, ep=options.ep)
     make_output(options.output)
     with given_path(options.output):
         scratch = TemporaryDirectory(
