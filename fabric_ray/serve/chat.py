@@ -146,8 +146,9 @@ def model_max_length(directory: Path | None) -> int | None:
     """
     found = _config(directory, _CONFIG_FILE).get("model_max_length")
     # Tokenizers without a limit have 1e30.
-    is_limit = isinstance(found, (int, float)) and not isinstance(found, bool) and 1 <= found < 1e18
-    return int(found) if is_limit else None
+    if not isinstance(found, (int, float)) or isinstance(found, bool):
+        return None
+    return int(found) if 1 <= found < 1e18 else None
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
