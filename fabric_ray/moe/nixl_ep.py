@@ -14,11 +14,12 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
-from fabric_ray.moe.comm import agree, comm_of, used_by_graphs
+from fabric_ray.moe.comm import agree, comm_of
 from fabric_ray.moe.deepep.event import EventOverlap, keep
 from fabric_ray.moe.deepep.low_latency import Received
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.shared_calls import wait_for_losses
+from fabric_ray.moe.exchanges import used_by_graphs
 from fabric_ray.moe.store_comm import AloneComm, StoreComm
 
 Handle: TypeAlias = tuple[Tensor, Tensor, int, int]

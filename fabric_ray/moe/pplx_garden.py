@@ -10,7 +10,8 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.comm import comm_of
+from fabric_ray.moe.exchanges import Exchanges
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.shared_tokens import SharedTokens, bound, experts_within
 from fabric_ray.moe.tokens import RowPart

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe.comm import Exchanges
+from fabric_ray.moe.exchanges import Exchanges
 from fabric_ray.moe.tokens import RowPart
 
 

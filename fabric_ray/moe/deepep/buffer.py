@@ -11,7 +11,7 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.comm import comm_of
 from fabric_ray.moe.deepep import low_latency, normal
 from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
 from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
@@ -20,6 +20,7 @@ from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.shared_calls import Runtime, ranks_of_a_node, wait_for_losses
 from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
+from fabric_ray.moe.exchanges import Exchanges
 
 Hook: TypeAlias = Callable[[], None]
 _Result = TypeVar("_Result")

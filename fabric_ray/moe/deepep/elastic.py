@@ -10,7 +10,7 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.comm import Exchanges, comm_of
+from fabric_ray.moe.comm import comm_of
 from fabric_ray.moe.deepep import normal, ways
 from fabric_ray.moe.deepep.elastic_calls import ALIGNMENT, ElasticCalls
 from fabric_ray.moe.deepep.elastic_memory import Engram, Ring, Sessions
@@ -19,6 +19,7 @@ from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.shared_calls import check_counted, ranks_of_a_node, wait_for
 from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes, up
+from fabric_ray.moe.exchanges import Exchanges
 from fabric_ray.moe.rows import check_rows, check_statistics
 
 

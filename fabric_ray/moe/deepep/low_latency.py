@@ -14,11 +14,11 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
-from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.event import keep
 from fabric_ray.moe.deepep.low_latency_form import BLOCK, Form, Statistics, check_tokens
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
+from fabric_ray.moe.exchanges import Exchanges
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Outgoing, Room
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument, Unsupported
-from fabric_ray.moe.comm import Comm, Exchanges
+from fabric_ray.moe.comm import Comm
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import ways
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
 from fabric_ray.moe.deepep.normal import Normal
 from fabric_ray.moe.device_memory import is_captured
+from fabric_ray.moe.exchanges import Exchanges
 
 
 class Runtime:

@@ -11,9 +11,9 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, ThroughputAllToAll
-from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.deepep.normal import Normal
+from fabric_ray.moe.exchanges import Exchanges
 from tests.moe_ranks import ThreadComm, batch, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M = 6, 3, 8, 40

@@ -1,0 +1,362 @@
+"""The exchanges of one rank's face, and their common membership."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, PeerLost, Unsupported
+from fabric_ray.moe.all_to_all import AllToAll
+from fabric_ray.moe.comm import Comm, agree
+from fabric_ray.moe.throughput import ThroughputAllToAll
+
+_OPTIONS = struct.Struct("<d?")
+_GATHERED = struct.Struct("<HI")
+_GATHERED_NBYTES = 512
+_GATHERED_ROOM = _GATHERED_NBYTES - _GATHERED.size
+_GATHERED_ROWS = 16
+"""Rows of one dispatch, at most."""
+
+AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
+Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
+
+
+def used_by_graphs(ranks: Sequence[int]) -> Unsupported:
+    """What is wrong with other exchanges in place of those that ranks' CUDA graphs use."""
+    return Unsupported(
+        f"CUDA graphs of ranks {[*ranks]} have calls of exchanges that this call would replace, "
+        "and their replays would give zeros; destroy the graphs and the buffer, make another "
+        "buffer on all ranks, and capture again"
+    )
+
+
+class Exchanges:
+    """The exchanges that one rank's face makes as shapes come up; all ranks make the same.
+
+    Membership is one for all of them: :meth:`follow` masks a rank that any of them lost in the
+    others. A loss that wasn't asked for is an error in every later call, :meth:`check_whole`.
+
+    Args:
+        shrink: go on without ranks that are lost; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        engine: TransferEngine | None,
+        timeout: float,
+        *,
+        shrink: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.shrink = shrink
+        self.engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
+        self._owned = engine is None
+        self.timeout = timeout
+        self._made: list[AnyExchange] = []
+        self._masked: dict[int, str] = {}
+        self._asked: set[int] = set()
+        """Ranks that the caller masked."""
+        # Of the three above: a watchdog masks ranks while others call; not held in their calls.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._longest = 0
+        """Bytes of the longest descriptor that the group has gathered; the same on all ranks."""
+        self.gather: Gather | None = None
+        """Gathers without the group, which no lost rank answers."""
+
+    def make(self, **shape: Any) -> AllToAll:
+        """A connected exchange; all ranks call it together.
+
+        Raises:
+            InvalidArgument: a shape that can't be.
+            HandshakeError: ranks disagree; the text lists in what.
+            PeerLost: a rank was lost, and exchanges don't shrink.
+        """
+        self.check_whole()
+        made = self._connected(AllToAll, **shape)
+        for rank, cause in self.masked.items():
+            if made.present[rank]:
+                made.mask(rank, cause)
+        return made
+
+    def make_throughput(self, **shape: Any) -> ThroughputAllToAll:
+        """As :meth:`make`, an exchange for many tokens on many nodes; all ranks take part."""
+        return self._connected(ThroughputAllToAll, **shape)
+
+    def _connected(self, kind: Callable[..., Made], **shape: Any) -> Made:
+        if self._closed:
+            raise InvalidArgument("this was destroyed; make another one")
+        try:
+            made = kind(
+                self.engine,
+                rank=self.comm.rank(),
+                ranks=self.comm.size(),
+                timeout=self.timeout,
+                **shape,
+            )
+            options = _OPTIONS.pack(self.timeout, self.shrink)
+            descriptor: bytes | FabricError = options + made.descriptor()
+        except FabricError as error:
+            descriptor = error
+        # No group has an answer from a rank that is gone.
+        by_exchange = self.gather if self.shrink or self.masked else None
+        gather: Callable[[bytes], Sequence[bytes | None]] = self.comm.all_gather
+        gather_long = gather
+        if by_exchange is not None:
+            rows = self._descriptor_rows()
+            gather, gather_long = by_exchange, partial(by_exchange, rows=rows)
+            most = rows * _GATHERED_ROOM - 1  # of agree
+            if not isinstance(descriptor, FabricError) and len(descriptor) > most:
+                cause = f"descriptor: got {len(descriptor)} bytes, expected at most {most}"
+                descriptor = InvalidArgument(f"{cause}; make the buffer anew")
+        descriptors = agree(gather_long, descriptor)
+        if by_exchange is None:
+            self._longest = max(self._longest, *(len(one) for one in descriptors if one))
+        connected: bytes | FabricError = b""
+        try:
+            for rank, one in enumerate(descriptors):
+                if one is not None:
+                    self._check_options(rank, one)
+            made.connect([one and one[_OPTIONS.size :] for one in descriptors])
+        except FabricError as error:
+            connected = error
+        # Who isn't known yet must not be written to.
+        agree(gather, connected)
+        with self._lock:
+            self._made.append(made)
+        return made
+
+    def _descriptor_rows(self) -> int:
+        """Rows of :class:`Gather` for a descriptor: its length grows with the ranks and their NICs.
+        Numbers in it take more bytes for some shapes than for others."""
+        return -(-(self._longest * 5 // 4 + _GATHERED_NBYTES) // _GATHERED_ROOM)
+
+    def _check_options(self, rank: int, descriptor: bytes) -> None:
+        """A rank that waits longer than another is given up while it waits itself."""
+        found = _OPTIONS.unpack_from(descriptor) if len(descriptor) >= _OPTIONS.size else None
+        if found != (self.timeout, self.shrink):
+            raise HandshakeError(
+                f"ranks differ in timeout and enable_shrink: rank {rank} has {found}, this one has "
+                f"{(self.timeout, self.shrink)}; give the same on all ranks",
+                peer=f"rank {rank}",
+            )
+
+    def forget(self, exchanges: Sequence[AnyExchange]) -> None:
+        """Closes exchanges that no rank uses any more; ranks that they lost stay lost."""
+        lost = self.masked
+        with self._lock:
+            self._masked = lost | self._masked
+            self._made = [one for one in self._made if one not in exchanges]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all exchanges."""
+        return sum(one.nbytes for one in self._made)
+
+    def explain(self) -> str:
+        """What the buffers are for."""
+        return "\n\n".join(one.explain() for one in self._made)
+
+    def mask(self, rank: int) -> None:
+        """Gives a rank up in all exchanges, those to come included."""
+        if not 0 <= rank < self.comm.size() or rank == self.comm.rank():
+            raise InvalidArgument(f"rank {rank} is no other rank of {self.comm.size()}")
+        with self._lock:
+            self._masked.setdefault(rank, "it was masked")
+            self._asked.add(rank)
+            made = list(self._made)
+        for one in made:
+            one.mask(rank)
+
+    @property
+    def masked(self) -> dict[int, str]:
+        """The causes of ranks that were given up in one exchange or another."""
+        with self._lock:
+            masked, made = dict(self._masked), list(self._made)
+        return masked | {lost.rank: lost.cause for one in made for lost in one.lost}
+
+    def check_whole(self) -> None:
+        """Checks that no rank was lost, unless the caller masked it or chose to go on (RS-1).
+
+        Raises:
+            PeerLost: a rank was lost: sums lack its part, and so would later sums.
+        """
+        if self.shrink:
+            return
+        for rank, cause in self.masked.items():
+            if rank not in self._asked:
+                raise PeerLost(
+                    f"rank {rank} takes no part any more: {cause}; sums lack its part, make a new "
+                    "Buffer or AllToAll of the ranks that are left, or with a longer "
+                    "timeout if it was busy",
+                    peer=f"rank {rank}",
+                )
+
+    def follow(self, exchange: AllToAll) -> frozenset[int]:
+        """Masks in an exchange the ranks that another one lost; all that take no part."""
+        masked, here = self.masked, exchange.present
+        for rank in (rank for rank in masked if here[rank]):
+            exchange.mask(rank, masked[rank])
+        return frozenset(masked)
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs have calls of these exchanges."""
+        with self._lock:
+            return any(isinstance(one, AllToAll) and one.captured for one in self._made)
+
+    def restore(self, rank: int | None = None) -> bool:
+        """Takes masked ranks back: one of them, or all. All ranks call it together, those that come
+        back too. Whether anything changed; all exchanges are gone then, with what they had lost,
+        and new ones are made when they are needed.
+
+        Raises:
+            Unsupported: CUDA graphs of a rank have calls of the exchanges. All ranks raise it, and
+                nothing has changed.
+            PeerLost: a rank doesn't answer: the group's timeout passed, or a rank ended.
+        """
+        ranks = range(self.comm.size())
+        mine = self.masked
+        said = self.comm.all_gather(bytes([*(r in mine for r in ranks), self.captured]))
+        back = {r for r in ranks if any(one[r] for one in said) and rank in (None, r)}
+        if not back:
+            return False
+        if captured := [r for r in ranks if said[r][-1]]:
+            raise used_by_graphs(captured)
+        for one in self._drop():
+            one.close()
+        with self._lock:
+            self._masked = {r: cause for r, cause in mine.items() if r not in back}
+            self._asked -= back
+        # No rank makes new exchanges while another one still leaves the old ones.
+        self.comm.all_gather(b"")
+        return True
+
+    def leave(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them, or are given up. They
+        needn't be here, and give this one up when they wait for it."""
+        if self._closed:
+            return
+        self._closed = True
+        for one in self._drop():
+            # Don't wait for a call of another thread.
+            with suppress(InvalidArgument):
+                one.finish()
+            one.close()
+        if self._owned:
+            self.engine.close()
+
+    def _drop(self) -> list[AllToAll]:
+        """The exchanges that there were; they report no ranks that leave them from now on."""
+        with self._lock:
+            made, self._made = self._made, []
+        self.gather = None
+        for one in made:
+            one.expect_departures()
+        return [one for one in made if isinstance(one, AllToAll)]
+
+    def close(self) -> None:
+        """Waits for the device, and until all ranks are here, or have what this one has for them if
+        one is masked, and frees the buffers.
+
+        Raises:
+            FabricError: what went wrong on the device; all is freed then, too.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        wrong: list[FabricError] = []
+        # The throughput exchange's calls return when their work is done.
+        exchanges = [one for one in self._made if isinstance(one, AllToAll)]
+        for one in self._made:
+            try:
+                one.check()
+            except FabricError as error:
+                wrong.append(error)
+            one.expect_departures()
+        try:
+            if self.shrink and self.gather is not None:
+                with suppress(FabricError):  # ranks that gave this one up don't come to the group
+                    self.gather(b"")
+            elif not self.masked:
+                self.comm.all_gather(b"")
+        finally:
+            for one in exchanges:
+                # Don't wait for a call of another thread.
+                with suppress(InvalidArgument):
+                    one.finish()
+            self._made.clear()
+            if self._owned:
+                self.engine.close()
+        if wrong:
+            raise wrong[0]
+
+
+class Gather:
+    """An all-gather of values over an exchange, where a rank that stalls or dies is named after the
+    timeout, as in all calls of the face.
+
+    Each rank sends a row to every rank, or several for a long value. All ranks make it together.
+    """
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+        self._rank, self._ranks = exchanges.comm.rank(), exchanges.comm.size()
+        self._exchange = exchanges.make(
+            experts=self._ranks,
+            topk=self._ranks,
+            hidden=_GATHERED_NBYTES,
+            max_tokens=_GATHERED_ROWS,
+            dtype=torch.uint8,
+            private_rows=1,
+        )
+        self._all = torch.arange(self._ranks, dtype=torch.int64, device="cpu")[None]
+        exchanges.gather = self
+
+    def __call__(self, value: bytes, rows: int = 1) -> list[bytes | None]:
+        """Each rank's value, cut to 506 bytes for each row; ``None`` for a rank that takes no part.
+
+        Args:
+            rows: how many are sent, the same on all ranks.
+
+        Raises:
+            PeerLost: a rank was lost, and ranks don't go on without it.
+        """
+        value = value[: rows * _GATHERED_ROOM]
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        head = _GATHERED.pack(self._rank + 1, len(value))
+        sent = torch.zeros(rows, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
+        for row, into in enumerate(sent):
+            part = head + value[row * _GATHERED_ROOM :][:_GATHERED_ROOM]
+            into[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        whole: dict[int, bytes] = {}
+        lengths: dict[int, int] = {}
+        for begin in range(0, rows, _GATHERED_ROWS):
+            came: dict[int, bytes] = {}
+            for one in self._dispatched(sent[begin : begin + _GATHERED_ROWS]):
+                rank, length = _GATHERED.unpack_from(one)
+                if 0 < rank <= self._ranks:
+                    came[rank - 1] = came.get(rank - 1, b"") + one[_GATHERED.size :]
+                    lengths[rank - 1] = length
+            # A rank that is lost on the way said nothing.
+            whole = {rank: whole.get(rank, b"") + part for rank, part in came.items()}
+        return [
+            whole[rank][: lengths[rank]] if rank in whole else None for rank in range(self._ranks)
+        ]
+
+    def _dispatched(self, rows: torch.Tensor) -> list[bytes]:
+        """Rows of all ranks."""
+        self._exchanges.check_whole()
+        self._exchanges.follow(self._exchange)
+        self._exchange.dispatch_send(rows, self._all.expand(len(rows), -1))
+        received = self._exchange.dispatch_recv()
+        self._exchanges.check_whole()
+        return [one.tobytes() for one in received.x.numpy()]
