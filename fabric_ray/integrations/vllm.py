@@ -150,8 +150,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         if init_info.host is not None:
             self._open_sharded(init_info.tensors, init_info.host)
             return
-        refuse_moved_experts(self.parallel_config)
-        refuse_stores(self.vllm_config)
+        self._check_settings()
         with _vllm_config.set_current_vllm_config(self.vllm_config):
             refuse_lost(self.model, self.model_config, init_info.tensors)
         receiver = f"vllm worker {self._engine.id[:8]}"
@@ -159,11 +158,19 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
             self._engine, init_info.bucket, receiver=receiver, timeout=init_info.timeout
         )
 
+    def _check_settings(self) -> None:
+        """That nothing of this server keeps or moves what updates replace, whichever way they go.
+
+        Raises:
+            Unsupported: something does.
+        """
+        refuse_moved_experts(self.parallel_config)
+        refuse_stores(self.vllm_config)
+
     def _open_sharded(self, tensors: list[Any], trainer: str) -> None:
         assert self._engine is not None
         try:
-            refuse_moved_experts(self.parallel_config)
-            refuse_stores(self.vllm_config)
+            self._check_settings()
             with _vllm_config.set_current_vllm_config(self.vllm_config):
                 self._sharded = ShardedWorker(
                     self.model,
