@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,50 @@ def _layout_alone(
     return Layout(per_rank.to(torch.int32), per_expert.to(torch.int32), in_rank)
 
 
+class UnknownValue(Tensor):
+    """A value of DeepEP's handles that this rank does not know. It may be kept and handed on with
+    the handle; reading it raises."""
+
+    _name: str
+
+    @classmethod
+    def of(cls, name: str, device: torch.device) -> UnknownValue:
+        """
+        Args:
+            name: DeepEP's.
+        """
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        made: UnknownValue = torch.Tensor._make_subclass(cls, nothing)
+        made._name = name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KNOWN_OF_ANY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        names = ", ".join(sorted({one._name for one in given}))
+        raise Unsupported(
+            f"{names} of a dispatch over several nodes: the rank that forwards the tokens counts "
+            "them, and this one does not know that; read recv_gbl_rank_prefix_sum (handle[-4]), or "
+            "the other values of the handle"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UnknownValue({self._name})"
+
+
+_KEPT_WITH = ("device", "dtype", "is_cuda", "requires_grad", "grad_fn", "is_leaf")
+_KNOWN_OF_ANY = frozenset([
+    *(getattr(Tensor, name).__get__ for name in _KEPT_WITH),
+    Tensor.record_stream,
+    Tensor.__hash__,
+])  # fmt: skip
+"""What callers ask a tensor for that they only keep."""
+
 _PLACES = {6: (4, 3), 10: (0, 7)}
 """By the length of a handle, the places of ``is_token_in_rank`` and of a tensor of all rows."""
 
@@ -130,12 +175,12 @@ class Handle(tuple[Tensor, ...]):
 
     On several nodes: bool ``is_token_in_rank [tokens, ranks]``; int32 ``rdma_channel_prefix_matrix
     [nodes, 1]``; ``gbl_channel_prefix_matrix [ranks, 1]``; ``recv_rdma_channel_prefix_matrix
-    [nodes, 1]``; ``recv_rdma_rank_prefix_sum [nodes]``, unknown here and -1;
+    [nodes, 1]``; ``recv_rdma_rank_prefix_sum``, unknown here (:class:`UnknownValue`);
     ``recv_gbl_channel_prefix_matrix [ranks, 1]``; ``recv_gbl_rank_prefix_sum [ranks]``, the rows
     that came from ranks up to each; uint8 ``recv_src_meta [rows, 8]``, two int32: the source's
     node, and which ranks of this node have the token, of which only this rank is known; int32
     ``send_rdma_head [tokens, nodes]``, each token's number among those for a node, -1 for none;
-    ``send_nvl_head``, unknown here and without rows.
+    ``send_nvl_head``, likewise unknown.
     """
 
     ranks_of: Tensor
@@ -207,12 +252,12 @@ def handle_fields(
         to_nodes,
         sent,
         torch.zeros_like(to_nodes),
-        torch.full((nodes,), -1, dtype=torch.int32, device=where),
+        UnknownValue.of("recv_rdma_rank_prefix_sum", where),
         torch.zeros_like(sent),
         came,
         meta,
         node_heads,
-        torch.empty((0, ranks_per_node), dtype=torch.int32, device=where),
+        UnknownValue.of("send_nvl_head", where),
     ]
 
 

@@ -4,6 +4,7 @@ layouts without experts, events, overlap with a GEMM, ranks that come back."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,8 +183,11 @@ def check_fields_over_nodes(handle: Any, batches: list[Any], me: int) -> None:
             assert torch.equal(head.amax(0) + 1, count[:, 0])
     assert starts[0].shape == (nodes, 1)
     assert recv_starts.shape == (ranks, 1)
-    assert recv_rdma.tolist() == [-1] * nodes
-    assert len(nvl) == 0
+    reads: list[Callable[[Any], Any]] = [len, torch.sum, torch.Tensor.tolist, lambda t: t[0]]
+    for name, value in (("recv_rdma_rank_prefix_sum", recv_rdma), ("send_nvl_head", nvl)):
+        for read in reads:
+            with pytest.raises(errors.Unsupported, match=f"^{name} of a dispatch over several"):
+                read(value)
     assert {one.dtype for one in (to_nodes, sent, came, heads, nvl, recv_rdma)} == {torch.int32}
 
 
