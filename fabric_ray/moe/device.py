@@ -133,6 +133,15 @@ class DeviceSteps:
         a kernel that waits itself."""
         missing = torch.zeros(self._sizes.ranks, dtype=torch.uint8, device=self._device)
         self._single(missing, 1)
+        rows = self._sizes.local_experts
+        parts = {p.name: torch.zeros(rows, p.width, dtype=p.dtype, device=self._device)
+                 for p in self._parts}  # fmt: skip
+        of_experts = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        came = Dispatched(x=parts["x"], parts=parts, counts=of_experts, starts=of_experts)
+        for part in self._parts[1:]:
+            by_columns = torch.zeros(part.width, rows, dtype=part.dtype, device=self._device).t()
+            for into in (torch.zeros_like(parts[part.name]), by_columns):
+                came.copy_part(part.name, into)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

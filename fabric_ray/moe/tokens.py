@@ -70,7 +70,9 @@ class Dispatched:
         """Copies a part's rows into ``[rows, width]`` or ``[local experts, rows of each, width]``
         of any dtype and strides, where padding rows keep what they have; on the tokens' device,
         without waiting for it."""
-        kept = into.contiguous().view(torch.uint8)
+        row = into.shape[-1] * into.element_size()
+        # Flat first: a column of one element may have any stride.
+        kept = into.contiguous().flatten().view(torch.uint8).view(*into.shape[:-1], row)
         came = self.parts[name].view(torch.uint8).view(kept.shape)
         there = (self.experts() >= 0).view(into.shape[:-1])
         into.copy_(torch.where(there[..., None], came, kept).view(into.dtype))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import AllToAll, RowPart, cast, device
@@ -267,6 +269,41 @@ def test_tensors_whose_strides_mean_nothing_are_taken(host: Host) -> None:
             weights = torch.ones(4, dtype=torch.float32)[:n].as_strided((n, 1), (1, 4))
             assert torch.equal(a.combine_recv(weights), x)
         a.check()
+
+
+class Operations(TorchDispatchMode):
+    """The operations of torch that are called, by the types that they are called for: a GPU loads a
+    kernel for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, tuple[torch.dtype, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = (one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+        if not func.is_view:
+            self.seen.add((str(func), tuple(dtypes)))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_kernels_that_copy_a_part_are_loaded_before_the_first_exchange(
+    host: Host, dtype: torch.dtype, width: int
+) -> None:
+    sizes: dict[str, Any] = {"experts": 4, "topk": 2, "hidden": 16, "max_tokens": 6}
+    parts = [RowPart("scale", width, dtype)]
+    with Operations() as loaded, group(host, (True,), parts=parts, **sizes) as (a,):
+        pass
+    with group(host, (True,), parts=parts, **sizes) as (a,):
+        x, idx, _ = batch(0, 6, 4, 2, 16)
+        a.dispatch_send(x, idx, scale=torch.ones(6, width, dtype=dtype))
+        got = a.dispatch_recv(stride=6)
+        for into in (torch.zeros(4, 6, width, dtype=dtype), torch.zeros(4, width, 6).to(dtype).mT):
+            with Operations() as called:
+                got.copy_part("scale", into)
+            assert int(into.sum()) == width * int(got.counts.sum())
+            assert called.seen <= loaded.seen, called.seen - loaded.seen
 
 
 def test_a_launch_that_fails_ends_the_exchange(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
