@@ -258,6 +258,35 @@ class AllToAll(RankExchange):
         self._native.mask(rank, cause)
         self._unconnected.discard(rank)
 
+    def disconnect(self) -> None:
+        """Lets go of all other ranks between two exchanges, so that all can connect again by new
+        descriptors: ranks that were lost or masked, and live, come back so. All ranks call it
+        before any of them calls :meth:`descriptor`. Until :meth:`connect` no call is made. What was
+        launched on a device is waited for; CUDA graphs of this exchange stay good.
+
+        Raises:
+            InvalidArgument: an exchange is under way, or this one was closed.
+            NotQuiesced: after the timeout a rank may still write to this rank's memory.
+        """
+        self._finish()
+        self._unconnected = set(range(self._ranks)) - {self._rank}
+        self._native.disconnect()
+
+    @property
+    def between_exchanges(self) -> bool:
+        """Whether no exchange is under way, as :meth:`disconnect` needs it."""
+        return self._native.between_exchanges
+
+    @property
+    def given_up_by(self) -> tuple[int, ...]:
+        """Ranks that have told that they gave this one up, until they are admitted again."""
+        return tuple(self._native.given_up_by)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank was lost, and none has given this one up."""
+        return self._native.is_whole
+
     @property
     def lost(self) -> tuple[RankLoss, ...]:
         """Ranks that were lost and not replaced."""

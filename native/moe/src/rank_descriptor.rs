@@ -54,7 +54,7 @@ impl Format {
 
 /// The version is incremented when the meaning of a descriptor, of a block in memory, or of a count
 /// changes.
-pub(crate) const FORMAT: Format = Format { mark: *b"FEP", version: 3 };
+pub(crate) const FORMAT: Format = Format { mark: *b"FEP", version: 4 };
 
 /// A rank of a low-latency exchange, as other ranks see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

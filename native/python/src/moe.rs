@@ -286,6 +286,29 @@ impl MoeExchange {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
     }
 
+    /// Lets go of all other ranks between two exchanges, so that all can connect again.
+    fn disconnect(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.disconnect()).or_raise(py)
+    }
+
+    /// Whether `disconnect` may be called.
+    #[getter]
+    fn between_exchanges(&self) -> bool {
+        self.0.between_exchanges()
+    }
+
+    /// Ranks that have told that they have given this one up.
+    #[getter]
+    fn given_up_by(&self) -> Vec<u32> {
+        self.0.given_up_by()
+    }
+
+    /// Whether no rank was lost, and none has given this one up.
+    #[getter]
+    fn is_whole(&self) -> bool {
+        self.0.is_whole()
+    }
+
     /// Ranks that were given up: number, what was under way, cause.
     #[getter]
     fn lost(&self) -> Vec<(u32, String, String)> {

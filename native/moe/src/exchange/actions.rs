@@ -21,8 +21,8 @@ pub enum WritePurpose {
     Answers,
     /// Blocks and counts.
     Control,
-    /// The signal that this rank waits for another. Its arrival is not required.
-    Waiting,
+    /// That this rank waits for another, or has given the peer up. Its arrival is not required.
+    Signal,
 }
 
 /// One write. Offsets are bytes, in the rows or in the blocks of both ranks, as the kind says. It
@@ -80,7 +80,7 @@ pub enum Operation {
 impl Operation {
     /// Whether the memory that it reads is in use until it has ended.
     pub fn holds_source(self) -> bool {
-        matches!(self, Self::Write(purpose, _) if purpose != WritePurpose::Waiting)
+        matches!(self, Self::Write(purpose, _) if purpose != WritePurpose::Signal)
     }
 }
 
@@ -128,6 +128,7 @@ impl Inner {
         let n = actions.iter().filter(|action| matches!(action, Action::Expect { .. })).count();
         let mut writes = OperationBatch::with_capacity(actions.len() - n);
         let mut expected = OperationBatch::with_capacity(n);
+        let mut revoked = Vec::new();
         for action in actions {
             match action {
                 Action::Expect { endpoint, kind, n } => {
@@ -145,10 +146,14 @@ impl Inner {
                     }
                 }
                 Action::ScheduleHeartbeat => self.schedule_heartbeat(),
-                Action::Revoke { rank, memory } => self.revoke(rank, &memory),
+                Action::Revoke { rank, memory } => revoked.push((rank, memory)),
             }
         }
         self.write(writes);
+        // A rank is told that it was given up before its own writes fail.
+        for (rank, memory) in revoked {
+            self.revoke(rank, &memory);
+        }
         self.expect(expected);
     }
 

@@ -139,6 +139,7 @@ impl AllToAll {
             stores: OnceLock::new(),
         };
         state.lost.retain(|l| l.rank != rank);
+        state.lost_counters[rank as usize] = None;
         let link = PeerLink::new(endpoint);
         let endpoint = Arc::clone(&link.endpoint);
         state.newcomers[rank as usize] = Some(link);
@@ -152,9 +153,57 @@ impl AllToAll {
         self.inner.check_other(rank)?;
         let mut actions = Vec::new();
         let mut state = self.inner.state.lock();
-        state.lose(rank, MessageKind::Routes, cause.to_owned(), &mut actions);
+        state.give_up(rank, MessageKind::Routes, cause.to_owned(), &mut actions);
         self.inner.apply(state, actions);
         Ok(())
+    }
+
+    /// Lets go of all other ranks between two exchanges, so that all ranks can connect again with
+    /// new descriptors. Ranks may have made different numbers of exchanges until then; each of them
+    /// calls this before any descriptor is made. Nothing is reported as lost.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] within an exchange, or when this rank has left;
+    /// [`EngineError::NotQuiesced`] if a rank may still access this rank's memory after the
+    /// timeout.
+    pub fn disconnect(&self) -> Result<()> {
+        let _caller = self.alone()?;
+        let inner = &self.inner;
+        let mut actions = Vec::new();
+        let mut state = inner.state.lock();
+        if !state.between_exchanges() {
+            return Err(match state.left {
+                true => EngineError::Invalid("the exchange was closed; make another one".into()),
+                false => state.phase.refuse("disconnect"),
+            });
+        }
+        for rank in 0..inner.shape.ranks {
+            state.lost_counters[rank as usize] = None;
+            if let Some(link) = state.take_link(rank) {
+                state.revoke(rank, &link.endpoint.exported, &mut actions);
+            }
+        }
+        state.departures_expected = false;
+        state.go_on(&mut actions);
+        inner.apply(state, actions);
+        inner.wait(&mut inner.state.lock(), Condition::Quiesced)
+    }
+
+    /// Whether [`AllToAll::disconnect`] may be called.
+    pub fn between_exchanges(&self) -> bool {
+        self.inner.state.lock().between_exchanges()
+    }
+
+    /// Ranks that have told that they have given this one up, until they are admitted again.
+    pub fn given_up_by(&self) -> Vec<u32> {
+        let state = self.inner.state.lock();
+        state.others().filter(|rank| state.was_given_up_by(*rank)).collect()
+    }
+
+    /// Whether no rank was lost, and none has given this one up.
+    pub fn is_whole(&self) -> bool {
+        let state = self.inner.state.lock();
+        state.lost.is_empty() && !state.others().any(|rank| state.was_given_up_by(rank))
     }
 
     /// Ranks that were given up and haven't joined again, in order of loss.
@@ -210,6 +259,7 @@ impl Inner {
         let counters = counters.collect::<Result<Vec<_>>>()?;
         let counters = <[_; MESSAGE_KINDS]>::try_from(counters).map_err(|_| EngineError::Closed)?;
         let references = counters.each_ref().map(fabric_engine::Counter::reference);
+        let counters = Arc::new(counters);
         let export = PeerExport {
             control: control.descriptor(),
             rows: rows.descriptor(),
@@ -276,6 +326,40 @@ mod tests {
 
     fn arriving(all: &AllToAll) -> Result<()> {
         all.wait_arriving(Order::Packed { multiple: 1 }).map(|_| ())
+    }
+
+    #[test]
+    fn rs_1_a_rank_that_was_given_up_is_told_and_connects_again() {
+        let (mut net, all, _) = two_and_a_newcomer();
+        let mut settle = || {
+            let end = net.now().after(Duration::from_secs(1));
+            net.run_until(end);
+        };
+        // Newcomers take part from the first dispatch on.
+        all.iter().for_each(send);
+        settle();
+        all[0].mask(1, "by the test").unwrap();
+        settle();
+        assert_eq!((all[1].given_up_by(), all[1].is_whole()), (vec![0], false));
+        // In turn; the first one to give the other up is not told.
+        all[1].mask(0, "by the test").unwrap();
+        settle();
+        assert_eq!((all[1].given_up_by(), all[0].given_up_by()), (vec![0], vec![]));
+        // Within an exchange no rank lets go.
+        assert!(matches!(all[0].disconnect(), Err(EngineError::Invalid(_))));
+        for a in &all {
+            a.inner.state.lock().collected(&mut Vec::new());
+            a.disconnect().unwrap();
+        }
+        let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
+        all[0].admit(&descriptors[1]).unwrap();
+        all[1].admit(&descriptors[0]).unwrap();
+        all.iter().for_each(send);
+        settle();
+        for a in &all {
+            assert!(a.is_whole() && a.given_up_by().is_empty());
+            assert!(a.inner.state.lock().all_routes());
+        }
     }
 
     #[test]

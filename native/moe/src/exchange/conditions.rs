@@ -1,6 +1,6 @@
 //! The conditions that a rank waits for.
 
-use super::{link::PeerLink, state::ExchangeState};
+use super::{device::Device, link::PeerLink, state::ExchangeState};
 use crate::phase::Phase;
 
 /// A condition that a caller waits for.
@@ -62,6 +62,13 @@ impl ExchangeState {
         self.rows_out == 0
             && self.failed_in_flight == 0
             && self.here().all(|l| l.outbound.routed && l.outbound.sent == l.outbound.rows)
+    }
+
+    /// Whether no exchange is under way, for the caller or the device.
+    pub fn between_exchanges(&self) -> bool {
+        let ended = matches!(self.phase, Phase::Idle | Phase::Collected);
+        let busy = |d: &Device| d.has_failed() || d.begins() || d.hands_out();
+        ended && !self.left && !self.device.as_ref().is_some_and(busy)
     }
 
     /// Whether the routes of every present rank are known.

@@ -8,9 +8,9 @@ use std::{sync::Arc, time::Instant};
 use fabric_engine::{locks::MutexGuard, Result};
 
 use super::{
-    actions::Action,
+    actions::{Action, RemoteWrite, WritePurpose},
     conditions::Condition,
-    link::{ExportedRegions, MessageKind, PeerLink},
+    link::{Counters, ExportedRegions, MessageKind, PeerLink},
     state::{ExchangeState, LostPeer},
     AllToAll, Inner,
 };
@@ -32,19 +32,52 @@ impl ExchangeState {
 
     /// Gives a rank up: waits for nothing from it, and revokes its access.
     pub fn lose(&mut self, rank: u32, kind: MessageKind, cause: String, actions: &mut Vec<Action>) {
-        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
-        let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
-            return;
-        };
+        let Some(link) = self.take_link(rank) else { return };
         match self.departures_expected {
             true => tracing::debug!(rank, %cause, "a rank has left"),
             false => tracing::warn!(rank, %cause, "a rank was given up"),
         }
-        self.answers_out -= link.outbound.answers.len() as u32;
-        self.waiting.retain(|waits| *waits != rank);
+        self.lost_counters[rank as usize] = Some(Arc::clone(&link.endpoint.exported.counters));
         self.revoke(rank, &link.endpoint.exported, actions);
         self.lost.push(LostPeer { rank, kind, cause });
         self.go_on(actions);
+    }
+
+    /// As [`ExchangeState::lose`], for a rank that may live: it is told, so that it doesn't go on
+    /// with a part of the ranks (RS-1).
+    pub fn give_up(
+        &mut self,
+        rank: u32,
+        kind: MessageKind,
+        cause: String,
+        actions: &mut Vec<Action>,
+    ) {
+        let told = self.was_given_up_by(rank);
+        let links = [&self.links, &self.newcomers].map(|all| all.get(rank as usize));
+        let link = links.into_iter().flatten().flatten().next();
+        if let Some(link) = link.filter(|_| !told) {
+            actions.push(Action::Write {
+                endpoint: Arc::clone(&link.endpoint),
+                write: RemoteWrite::count(MessageKind::GivenUp),
+                purpose: WritePurpose::Signal,
+            });
+        }
+        self.lose(rank, kind, cause, actions);
+        if !told {
+            // It gives this rank up as well, once it has heard of that.
+            self.lost_counters[rank as usize] = None;
+        }
+    }
+
+    /// Whether a rank has told that it has given this one up.
+    pub fn was_given_up_by(&self, rank: u32) -> bool {
+        let links = [&self.links, &self.newcomers].map(|all| all.get(rank as usize));
+        let linked = links.into_iter().flatten().flatten();
+        let counters = linked
+            .map(|link| &link.endpoint.exported.counters)
+            .chain(self.lost_counters.get(rank as usize).and_then(Option::as_ref));
+        let told = |counters: &Arc<Counters>| counters[MessageKind::GivenUp as usize].arrived() > 0;
+        counters.into_iter().any(told)
     }
 
     /// Revokes a rank's access.

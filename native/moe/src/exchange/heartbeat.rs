@@ -88,7 +88,7 @@ impl ExchangeState {
             let cause = format!(
                 "nothing of it has come for {timeout:?}, nor a signal that it waits for another rank"
             );
-            self.lose(rank, kind, cause, actions);
+            self.give_up(rank, kind, cause, actions);
         }
         self.signal_waiting(actions);
         if self.is_under_way() {
@@ -121,7 +121,7 @@ impl ExchangeState {
                 actions.push(Action::Write {
                     endpoint: link.endpoint.clone(),
                     write,
-                    purpose: WritePurpose::Waiting,
+                    purpose: WritePurpose::Signal,
                 });
             }
         }
@@ -258,7 +258,7 @@ mod tests {
         state.links.iter_mut().flatten().for_each(|l| l.activity.signal_in_flight = false);
         actions
             .iter()
-            .filter(|a| matches!(a, Action::Write { purpose: WritePurpose::Waiting, .. }))
+            .filter(|a| matches!(a, Action::Write { purpose: WritePurpose::Signal, .. }))
             .count()
     }
 

@@ -16,7 +16,7 @@ use super::{
 };
 
 /// Number of kinds, and of counters of a peer.
-pub const MESSAGE_KINDS: usize = 6;
+pub const MESSAGE_KINDS: usize = 7;
 
 /// Kind of message between two ranks; each kind has its own counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,11 +33,20 @@ pub enum MessageKind {
     Answers,
     /// The sender waits for another rank. A count without bytes, which is polled.
     Waiting,
+    /// The sender has given the receiver up. A count without bytes, which is polled.
+    GivenUp,
 }
 
 impl MessageKind {
-    pub const ALL: [Self; MESSAGE_KINDS] =
-        [Self::Routes, Self::Rows, Self::SlotOffer, Self::Fence, Self::Answers, Self::Waiting];
+    pub const ALL: [Self; MESSAGE_KINDS] = [
+        Self::Routes,
+        Self::Rows,
+        Self::SlotOffer,
+        Self::Fence,
+        Self::Answers,
+        Self::Waiting,
+        Self::GivenUp,
+    ];
 
     /// Whether its bytes go to the rows, not to the blocks.
     pub fn is_rows(self) -> bool {
@@ -54,6 +63,7 @@ impl fmt::Display for MessageKind {
             Self::Fence => "its fence",
             Self::Answers => "its experts' answers",
             Self::Waiting => "its waiting signal",
+            Self::GivenUp => "its notice of giving this rank up",
         })
     }
 }
@@ -63,8 +73,10 @@ impl fmt::Display for MessageKind {
 pub struct ExportedRegions {
     pub control: Region,
     pub rows: Region,
-    pub counters: [Counter; MESSAGE_KINDS],
+    pub counters: Arc<Counters>,
 }
+
+pub type Counters = [Counter; MESSAGE_KINDS];
 
 impl ExportedRegions {
     pub fn memory(&self) -> [Region; 2] {

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use fabric_engine::{locks::MutexGuard, Outcome, Result};
+use fabric_engine::{locks::MutexGuard, EngineError, Outcome, Result};
 
 use super::{
     actions::{Action, Operation, WritePurpose},
@@ -88,24 +88,27 @@ impl Inner {
         if let Operation::Write(purpose, _) = what {
             state.written(endpoint, purpose, end.is_ok(), actions);
         }
-        if !state.is_current(endpoint) || matches!(what, Operation::Write(WritePurpose::Waiting, _))
+        if !state.is_current(endpoint) || matches!(what, Operation::Write(WritePurpose::Signal, _))
         {
             return;
         }
         let kind = match what {
             Operation::Arrival(kind) | Operation::Write(_, kind) => kind,
         };
-        let end = end.map_err(|e| state.loss_cause(endpoint.rank, &e)).and_then(|()| match what {
-            Operation::Arrival(kind) => {
-                state.wait_times.on_message(endpoint.rank, kind, state.phase);
-                let words = self.words(endpoint.rank, kind);
-                state.on_message(endpoint.rank, kind, &words, actions)
-            }
-            Operation::Write(..) => Ok(()),
-        });
         // A rank whose operations fail is given up, so that no call waits for it (RS-4).
-        if let Err(cause) = end {
-            state.lose(endpoint.rank, kind, cause, actions);
+        if let Err(error) = end {
+            let cause = state.loss_cause(endpoint.rank, &error);
+            return match error {
+                EngineError::Timeout { .. } => state.give_up(endpoint.rank, kind, cause, actions),
+                _ => state.lose(endpoint.rank, kind, cause, actions),
+            };
+        }
+        if let Operation::Arrival(kind) = what {
+            state.wait_times.on_message(endpoint.rank, kind, state.phase);
+            let words = self.words(endpoint.rank, kind);
+            if let Err(cause) = state.on_message(endpoint.rank, kind, &words, actions) {
+                state.give_up(endpoint.rank, kind, cause, actions);
+            }
         }
     }
 

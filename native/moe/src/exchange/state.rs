@@ -16,8 +16,8 @@ use super::{
     conditions::Condition,
     device::Device,
     link::{
-        Answer, Chunk, ExportedRegions, InboundState, MessageKind, OutboundState, PeerEndpoint,
-        PeerLink, RowBatch,
+        Answer, Chunk, Counters, ExportedRegions, InboundState, MessageKind, OutboundState,
+        PeerEndpoint, PeerLink, RowBatch,
     },
     wait_times::WaitTimes,
     Inner,
@@ -64,6 +64,8 @@ pub struct ExchangeState {
     /// Regions that are exported to ranks which haven't joined yet.
     pub exported: Vec<Option<ExportedRegions>>,
     pub lost: Vec<LostPeer>,
+    /// By rank, what a lost rank counted at: it may still tell that it has given this rank up.
+    pub lost_counters: Vec<Option<Arc<Counters>>>,
     /// Ranks that may still write here until the revocation ends; one entry per region.
     pub revoking: Vec<u32>,
     /// Number of failed writes that may still read their source.
@@ -111,6 +113,7 @@ impl ExchangeState {
             newcomers: (0..ranks).map(|_| None).collect(),
             exported: (0..ranks).map(|_| None).collect(),
             lost: Vec::new(),
+            lost_counters: (0..ranks).map(|_| None).collect(),
             revoking: Vec::new(),
             failed_in_flight: 0,
             phase: Phase::Idle,
@@ -162,6 +165,15 @@ impl ExchangeState {
     pub fn is_known(&self, rank: u32) -> bool {
         let rank = rank as usize;
         [&self.links, &self.newcomers].iter().any(|all| all.get(rank).is_some_and(Option::is_some))
+    }
+
+    /// Removes a rank's link, of this exchange or of the next one.
+    pub fn take_link(&mut self, rank: u32) -> Option<PeerLink> {
+        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
+        let link = take(&mut self.links).or_else(|| take(&mut self.newcomers))?;
+        self.answers_out -= link.outbound.answers.len() as u32;
+        self.waiting.retain(|waits| *waits != rank);
+        Some(link)
     }
 
     pub fn link(&mut self, rank: u32) -> Option<&mut PeerLink> {
@@ -375,7 +387,7 @@ impl ExchangeState {
                 self.flush(rank, actions);
             }
             MessageKind::Answers => link.outbound.answered = true,
-            MessageKind::Waiting => {}
+            MessageKind::Waiting | MessageKind::GivenUp => {}
         }
         Ok(())
     }
@@ -391,8 +403,8 @@ impl ExchangeState {
     ) {
         let link = self.link(endpoint.rank).filter(|l| l.endpoint.link_id == endpoint.link_id);
         match (purpose, link) {
-            (WritePurpose::Waiting, Some(link)) => return link.activity.signal_in_flight = false,
-            (WritePurpose::Waiting, None) => return,
+            (WritePurpose::Signal, Some(link)) => return link.activity.signal_in_flight = false,
+            (WritePurpose::Signal, None) => return,
             (WritePurpose::Rows | WritePurpose::Answers, Some(link)) => link.data_in_flight -= 1,
             (WritePurpose::Control, Some(link)) => link.control_in_flight -= 1,
             (_, None) => {}
@@ -404,7 +416,7 @@ impl ExchangeState {
         match purpose {
             WritePurpose::Rows => self.rows_out -= 1,
             WritePurpose::Answers => self.answers_out -= 1,
-            WritePurpose::Control | WritePurpose::Waiting => {}
+            WritePurpose::Control | WritePurpose::Signal => {}
         }
     }
 
