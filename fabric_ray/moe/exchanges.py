@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import torch
 
 from fabric_ray.engine import TransferEngine
@@ -23,9 +25,21 @@ _GATHERED_NBYTES = 512
 _GATHERED_ROOM = _GATHERED_NBYTES - _GATHERED.size
 _GATHERED_ROWS = 16
 """Rows of one dispatch, at most."""
+_LEFT_OUT = "it has left this rank out"
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
+
+
+class _Membership(msgspec.Struct, array_like=True):
+    """What a rank tells of its exchanges before ranks are taken back."""
+
+    missing: list[int]
+    """Ranks that take no part there."""
+    staying: list[bytes]
+    """Keys of exchanges with no call under way."""
+    in_graphs: list[bytes]
+    """Keys of exchanges that CUDA graphs have calls of."""
 
 
 def used_by_graphs(ranks: Sequence[int]) -> Unsupported:
@@ -35,6 +49,14 @@ def used_by_graphs(ranks: Sequence[int]) -> Unsupported:
         "and their replays would give zeros; destroy the graphs and the buffer, make another "
         "buffer on all ranks, and capture again"
     )
+
+
+def _key(descriptors: Sequence[bytes | None]) -> bytes:
+    """What tells an exchange from others, on all ranks that have heard the same."""
+    found = hashlib.sha256()
+    for one in descriptors:
+        found.update(hashlib.sha256(one or b"").digest())
+    return found.digest()
 
 
 class Exchanges:
@@ -64,23 +86,36 @@ class Exchanges:
         self._masked: dict[int, str] = {}
         self._asked: set[int] = set()
         """Ranks that the caller masked."""
-        # Of the three above: a watchdog masks ranks while others call; not held in their calls.
+        self._lost_first: set[int] = set()
+        """Ranks that this one lost without a word of theirs."""
+        self._left_out_by: set[int] = set()
+        """Ranks that have told that they left this one out."""
+        # Of the five above: a watchdog masks ranks while others call; not held in their calls.
         self._lock = threading.Lock()
         self._closed = False
         self._longest = 0
         """Bytes of the longest descriptor that the group has gathered; the same on all ranks."""
         self.gather: Gather | None = None
         """Gathers without the group, which no lost rank answers."""
+        self._keys: dict[AllToAll, bytes] = {}
+        """A name of each exchange, the same on all ranks."""
+        self._in_graphs: set[bytes] = set()
+        self.restored = 0
+        """How many times ranks were taken back."""
 
-    def make(self, **shape: Any) -> AllToAll:
+    def make(self, *, checked: bool = True, **shape: Any) -> AllToAll:
         """A connected exchange; all ranks call it together.
+
+        Args:
+            checked: makes none when :meth:`check_whole` raises.
 
         Raises:
             InvalidArgument: a shape that can't be.
             HandshakeError: ranks disagree; the text lists in what.
             PeerLost: a rank was lost, and exchanges don't shrink.
         """
-        self.check_whole()
+        if checked:
+            self.check_whole()
         made = self._connected(AllToAll, **shape)
         for rank, cause in self.masked.items():
             if made.present[rank]:
@@ -132,6 +167,8 @@ class Exchanges:
         agree(gather, connected)
         with self._lock:
             self._made.append(made)
+            if isinstance(made, AllToAll):
+                self._keys[made] = _key(descriptors)
         return made
 
     def _descriptor_rows(self) -> int:
@@ -155,6 +192,7 @@ class Exchanges:
         with self._lock:
             self._masked = lost | self._masked
             self._made = [one for one in self._made if one not in exchanges]
+            self._keys = {one: key for one, key in self._keys.items() if one not in exchanges}
 
     @property
     def nbytes(self) -> int:
@@ -172,26 +210,51 @@ class Exchanges:
         with self._lock:
             self._masked.setdefault(rank, "it was masked")
             self._asked.add(rank)
+            self._left_out_by.discard(rank)
             made = list(self._made)
         for one in made:
             one.mask(rank)
 
     @property
     def masked(self) -> dict[int, str]:
-        """The causes of ranks that were given up in one exchange or another."""
+        """The causes of ranks that were given up in one exchange or another, or have left this one
+        out."""
         with self._lock:
-            masked, made = dict(self._masked), list(self._made)
-        return masked | {lost.rank: lost.cause for one in made for lost in one.lost}
+            if not self._masked and all(one.is_whole for one in self._made):
+                return {}
+            lost = {rank: cause for one in self._made for rank, cause in self._lost_in(one)}
+            told = {r for one in self._made if isinstance(one, AllToAll) for r in one.given_up_by}
+            # A rank that was lost here first leaves this one out in turn.
+            self._left_out_by |= told - self._lost_first - self._asked
+            return dict(self._masked) | lost | dict.fromkeys(self._left_out_by, _LEFT_OUT)
+
+    def _lost_in(self, exchange: AnyExchange) -> list[tuple[int, str]]:
+        """Ranks that an exchange has lost, and why."""
+        told = exchange.given_up_by if isinstance(exchange, AllToAll) else ()
+        lost = [(one.rank, one.cause) for one in exchange.lost]
+        self._lost_first |= {rank for rank, _ in lost} - self._left_out_by - {*told}
+        return lost
 
     def check_whole(self) -> None:
-        """Checks that no rank was lost, unless the caller masked it or chose to go on (RS-1).
+        """Checks that no rank was lost, unless the caller masked it or chose to go on; and that no
+        rank has left this one out, whose sums would lack that rank's part (RS-1).
 
         Raises:
             PeerLost: a rank was lost: sums lack its part, and so would later sums.
         """
+        masked = self.masked
         if self.shrink:
+            if self._left_out_by:
+                ranks = sorted(self._left_out_by)
+                raise PeerLost(
+                    f"ranks {ranks} have left this one out, rank {self.comm.rank()}, and sums here "
+                    "lack their part; call clean_mask_buffer() (low_latency_clean_mask_buffer() of "
+                    "DeepEP's Buffer) here while those ranks take this one back, or make a new "
+                    "Buffer",
+                    peer=f"rank {ranks[0]}",
+                )
             return
-        for rank, cause in self.masked.items():
+        for rank, cause in masked.items():
             if rank not in self._asked:
                 raise PeerLost(
                     f"rank {rank} takes no part any more: {cause}; sums lack its part, make a new "
@@ -215,30 +278,85 @@ class Exchanges:
 
     def restore(self, rank: int | None = None) -> bool:
         """Takes masked ranks back: one of them, or all. All ranks call it together, those that come
-        back too. Whether anything changed; all exchanges are gone then, with what they had lost,
-        and new ones are made when they are needed.
+        back too. Whether anything changed. Exchanges that all ranks have, with no call under way,
+        stay and connect anew, with CUDA graphs of them; see :meth:`has`. The others are gone, with
+        what they had lost, and new ones are made when they are needed.
 
         Raises:
-            Unsupported: CUDA graphs of a rank have calls of the exchanges. All ranks raise it, and
-                nothing has changed.
+            Unsupported: CUDA graphs of a rank have calls of exchanges that can't stay. All ranks
+                raise it, and nothing has changed.
             PeerLost: a rank doesn't answer: the group's timeout passed, or a rank ended.
+            FabricError: a rank's exchanges don't connect. All are gone then, on all ranks.
         """
-        ranks = range(self.comm.size())
-        mine = self.masked
-        said = self.comm.all_gather(bytes([*(r in mine for r in ranks), self.captured]))
-        back = {r for r in ranks if any(one[r] for one in said) and rank in (None, r)}
-        if not back:
+        me, mine = self.comm.rank(), self.masked
+        stay = {key: one for one, key in self._keys.items() if one.between_exchanges}
+        in_graphs = [key for one, key in self._keys.items() if one.captured]
+        own = _Membership(missing=[*mine], staying=[*stay], in_graphs=in_graphs)
+        said = [
+            msgspec.msgpack.decode(one, type=_Membership)
+            for one in self.comm.all_gather(msgspec.msgpack.encode(own))
+        ]
+        pairs = [(r, missing) for r, one in enumerate(said) for missing in one.missing]
+        if not any(rank is None or rank in pair for pair in pairs):
             return False
-        if captured := [r for r in ranks if said[r][-1]]:
-            raise used_by_graphs(captured)
-        for one in self._drop():
+        common = set[bytes].intersection(*(set(one.staying) for one in said))
+        if stuck := [r for r, one in enumerate(said) if not common.issuperset(one.in_graphs)]:
+            raise used_by_graphs(stuck)
+        self._in_graphs = {key for one in said for key in one.in_graphs}
+        stays = [stay[key] for key in sorted(common)]
+        for one in self._drop(stays):
             one.close()
         with self._lock:
-            self._masked = {r: cause for r, cause in mine.items() if r not in back}
-            self._asked -= back
-        # No rank makes new exchanges while another one still leaves the old ones.
-        self.comm.all_gather(b"")
+            others = (r for r in mine if rank is not None and rank not in (r, me))
+            self._masked = {r: mine[r] for r in others}
+            self._asked &= self._masked.keys()
+            self._left_out_by.clear()
+            self._lost_first.clear()
+        self.restored += 1
+        try:
+            # No rank lets go while another one would take it for lost.
+            self.comm.all_gather(b"")
+            self._reconnect(stays)
+        except FabricError as error:
+            for one in self._drop():
+                one.close()
+            with self._lock:
+                others = (r for r in range(self.comm.size()) if r != me)
+                self._masked = dict.fromkeys(others, f"it could not be taken back: {error}")
+            raise
         return True
+
+    def _reconnect(self, exchanges: Sequence[AllToAll]) -> None:
+        """Connects exchanges anew, on all ranks together; they have no call under way."""
+        try:
+            for one in exchanges:
+                one.disconnect()
+            descriptors: bytes | FabricError = msgspec.msgpack.encode(
+                [one.descriptor() for one in exchanges]
+            )
+        except FabricError as error:
+            descriptors = error
+        said = agree(self.comm.all_gather, descriptors)
+        connected: bytes | FabricError = b""
+        try:
+            by_rank = [msgspec.msgpack.decode(one or b"", type=list[bytes]) for one in said]
+            for one, of_ranks in zip(exchanges, zip(*by_rank, strict=True), strict=True):
+                one.connect(of_ranks)
+        except FabricError as error:
+            connected = error
+        # Who isn't known yet must not be written to.
+        agree(self.comm.all_gather, connected)
+        for one in exchanges:
+            self.follow(one)
+
+    def has(self, exchange: AnyExchange) -> bool:
+        """Whether an exchange is among those that were made: it was neither closed nor dropped."""
+        with self._lock:
+            return exchange in self._made
+
+    def is_in_graphs(self, exchange: AllToAll) -> bool:
+        """Whether CUDA graphs of any rank had calls of an exchange at the last :meth:`restore`."""
+        return self._keys.get(exchange) in self._in_graphs
 
     def leave(self) -> None:
         """Frees the buffers when other ranks have what this one has for them, or are given up. They
@@ -254,14 +372,18 @@ class Exchanges:
         if self._owned:
             self.engine.close()
 
-    def _drop(self) -> list[AllToAll]:
-        """The exchanges that there were; they report no ranks that leave them from now on."""
+    def _drop(self, stays: Collection[AllToAll] = ()) -> list[AllToAll]:
+        """Drops all exchanges but those that stay, and returns them; none reports ranks that leave
+        it from now on."""
         with self._lock:
-            made, self._made = self._made, []
-        self.gather = None
+            made = self._made
+            self._made = [one for one in made if one in stays]
+            self._keys = {one: key for one, key in self._keys.items() if one in stays}
+        if self.gather is not None and not self.gather.is_one_of(stays):
+            self.gather = None
         for one in made:
             one.expect_departures()
-        return [one for one in made if isinstance(one, AllToAll)]
+        return [one for one in made if isinstance(one, AllToAll) and one not in stays]
 
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if
@@ -294,6 +416,7 @@ class Exchanges:
                 with suppress(InvalidArgument):
                     one.finish()
             self._made.clear()
+            self._keys.clear()
             if self._owned:
                 self.engine.close()
         if wrong:
@@ -311,6 +434,7 @@ class Gather:
         self._exchanges = exchanges
         self._rank, self._ranks = exchanges.comm.rank(), exchanges.comm.size()
         self._exchange = exchanges.make(
+            checked=False,
             experts=self._ranks,
             topk=self._ranks,
             hidden=_GATHERED_NBYTES,
@@ -320,6 +444,10 @@ class Gather:
         )
         self._all = torch.arange(self._ranks, dtype=torch.int64, device="cpu")[None]
         exchanges.gather = self
+
+    def is_one_of(self, exchanges: Collection[AllToAll]) -> bool:
+        """Whether it gathers over one of these exchanges."""
+        return self._exchange in exchanges
 
     def __call__(self, value: bytes, rows: int = 1) -> list[bytes | None]:
         """Each rank's value, cut to 506 bytes for each row; ``None`` for a rank that takes no part.

@@ -155,13 +155,14 @@ class Buffer:
 
         A rank that masks all others before its first call runs alone: the others needn't know, and
         it takes them back by itself. Taking back a rank that takes part does nothing, and waits for
-        no other rank. Taking back a rank that this one has lost or left out is
-        :meth:`clean_mask_buffer`: all that were lost come back, and all other ranks make one of the
-        two calls meanwhile. Ranks that miss no other, such as those that come back, make that one.
+        no other rank. Taking back a rank that this one has lost or left out, or that has left this
+        one out, is :meth:`clean_mask_buffer`: all that were lost come back, and all other ranks
+        make one of the two calls meanwhile. Ranks that miss no other make that one.
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
-            Unsupported: CUDA graphs have calls of the buffer that another would take the place of.
+            Unsupported: CUDA graphs have calls of the buffer that another would take the place of,
+                or of exchanges that a rank has left in the middle of a call.
         """
         if rank_to_mask in self._inactive:
             if not mask:
@@ -211,7 +212,8 @@ class Buffer:
         mask_status.copy_(status)
 
     def clean_mask_buffer(self) -> None:
-        """Takes all connected ranks back, on all of them together."""
+        """Takes all connected ranks back, on all of them together; ranks that others left out, and
+        whose dispatches raise ``PeerLost`` since, come back by it."""
         for rank in sorted(self._by_hand):
             self.update_mask_buffer(rank, mask=False)
         self._connected.low_latency_clean_mask_buffer()

@@ -251,6 +251,11 @@ class ThroughputAllToAll(RankExchange):
         self._native.mask(rank, cause)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no rank is lost, and the others go on with this one."""
+        return not self.lost
+
+    @property
     def lost(self) -> tuple[RankLoss, ...]:
         """Ranks that were lost and not replaced, and this one if the others go on without it."""
         lost = self._native.lost

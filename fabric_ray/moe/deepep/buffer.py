@@ -47,8 +47,9 @@ class Buffer(NormalCalls):
         allow_mnnvl: likewise.
         explicitly_destroy: taken; :meth:`destroy` may always be called.
         enable_shrink: go on without ranks that are lost: in all calls at once, as
-            :meth:`low_latency_query_mask_buffer` and ``event.left_out`` say. Otherwise each call
-            raises :class:`~fabric_ray.errors.PeerLost` from then on. The same on all ranks.
+            :meth:`low_latency_query_mask_buffer` and ``event.left_out`` say. A rank that the others
+            left out raises :class:`~fabric_ray.errors.PeerLost`. Otherwise each call raises it once
+            a rank is lost. The same on all ranks.
         comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``, or a
             communicator of mpi4py.
         use_fabric: taken, as the engine chooses how memory is shared.
@@ -372,11 +373,13 @@ class Buffer(NormalCalls):
 
         Args:
             mask: if false, takes the rank back instead: all ranks make this call together, those
-                that come back too, at a time when no hook is waited for. Buffers are made anew.
+                that come back too, at a time when no hook is waited for. Low-latency exchanges and
+                those of CUDA graphs stay; the others are made anew.
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
-            Unsupported: CUDA graphs of a rank have calls of this buffer. All ranks raise it.
+            Unsupported: CUDA graphs of a rank have calls of an exchange that another rank has left
+                in the middle of a call. All ranks raise it.
             PeerLost: a rank that should come back doesn't answer.
         """
         if mask:

@@ -90,6 +90,8 @@ class _Routes:
 
     form: Form
     indices: Tensor
+    restored: int
+    """How many times ranks had been taken back before it."""
 
 
 Copies: TypeAlias = Callable[[Received], Hook]
@@ -137,7 +139,7 @@ class LowLatency:
         copy = None if copies is None else copies(received)
         slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         slot.handle = received.handle
-        self._routes[received.handle[0]] = _Routes(form, kept)
+        self._routes[received.handle[0]] = _Routes(form, kept, self._exchanges.restored)
         slot.pending = "low_latency_dispatch"
         self._phase[form] += 1
 
@@ -232,7 +234,7 @@ class LowLatency:
         those of a rank that was lost since the handle's dispatch don't come again.
 
         Raises:
-            InvalidArgument: a rank was taken back since; on the host.
+            InvalidArgument: a rank was taken back since.
         """
         slot = self._next(routes.form)
         self._join(slot)
@@ -244,7 +246,9 @@ class LowLatency:
         _receive(slot, again)
         self._exchanges.check_whole()
         before, now = handle[1], again.handle[1]
-        if not slot.exchange.asynchronous and (now & _COUNT > before & _COUNT).any():
+        # Comparing tensors of a device waits for it.
+        compares = not slot.exchange.asynchronous or routes.restored < self._exchanges.restored
+        if compares and (now & _COUNT > before & _COUNT).any():
             raise InvalidArgument(
                 "a rank came back since the dispatch, and the handle has no rows of it; dispatch "
                 "again"
@@ -269,9 +273,18 @@ class LowLatency:
         self._exchanges.follow(slot.exchange)
 
     def restart(self) -> None:
-        """Lets go of all exchanges; handles are good still."""
-        self._slots.clear()
-        self._phase.clear()
+        """Begins anew after ranks came back, on all ranks together, with the exchanges that there
+        are still; handles are good still."""
+        for form, slots in list(self._slots.items()):
+            there = [self._exchanges.has(slot.exchange) for slot in slots]
+            self._phase[form] = 0
+            for slot in slots:
+                slot.handle = slot.pending = None
+            if not any(there):
+                del self._slots[form]
+                continue
+            # CUDA graphs may have calls of the others.
+            slots[:] = [s if has else self._made(form) for s, has in zip(slots, there, strict=True)]
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
@@ -325,24 +338,27 @@ class LowLatency:
             )
         return slot
 
+    def _made(self, form: Form) -> Slot:
+        exchange = self._exchanges.make(
+            experts=form.experts,
+            topk=form.topk,
+            hidden=form.hidden,
+            max_tokens=form.max_tokens,
+            dtype=form.dtype,
+            token_width=form.width,
+            parts=form.parts,
+            private_rows=PRIVATE_ROWS,
+            device=form.device,
+            launcher=self._launcher,
+        )
+        return Slot(form, exchange, _origin(form, exchange.rank))
+
     def _make(self, form: Form) -> list[Slot]:
         # Both at once: a rank that dies later can't take part in making the second one.
         slots: list[Slot] = []
         try:
             for _ in range(ALIVE):
-                exchange = self._exchanges.make(
-                    experts=form.experts,
-                    topk=form.topk,
-                    hidden=form.hidden,
-                    max_tokens=form.max_tokens,
-                    dtype=form.dtype,
-                    token_width=form.width,
-                    parts=form.parts,
-                    private_rows=PRIVATE_ROWS,
-                    device=form.device,
-                    launcher=self._launcher,
-                )
-                slots.append(Slot(form, exchange, _origin(form, exchange.rank)))
+                slots.append(self._made(form))
             needed = sum(slot.exchange.nbytes for slot in slots)
             if 0 < self._limit < needed:
                 raise InvalidArgument(

@@ -151,10 +151,39 @@ class Normal:
         return sum(tokens for tokens, _ in said)
 
     def restart(self) -> None:
-        """Begins anew after ranks came back, on all ranks together; handles are good still."""
+        """Begins anew after ranks came back, on all ranks together; handles are good still. Only
+        exchanges of CUDA graphs stay: a rank that was left out may have others than the rest."""
+        lanes = [*(lane for lanes in self._lanes.values() for lane in lanes), *self._in_graphs]
+        there = [lane for lane in lanes if self._exchanges.has(lane.exchange)]
+        for lane in lanes:
+            lane.handle = lane.relied = None
+        self._in_graphs = [lane for lane in there if self._is_in_graphs(lane)]
+        gone = [lane.exchange for lane in there if not self._is_in_graphs(lane)]
+        gone += [one for one in self._counts.values() if self._exchanges.has(one)]
         self._lanes.clear()
         self._counts.clear()
-        self.gather = Gather(self._exchanges)
+        self._room = self._fixed or 0
+        if self._exchanges.gather is not self.gather:
+            self.gather = Gather(self._exchanges)
+        for one in gone:
+            one.expect_departures()
+        if gone:
+            # As in _forget; some ranks may be masked still.
+            self.comm.all_gather(b"")
+            self._exchanges.forget(gone)
+
+    def _is_in_graphs(self, lane: _Lane) -> bool:
+        """Whether graphs of any rank have calls of a lane."""
+        exchange = lane.exchange
+        return isinstance(exchange, AllToAll) and self._exchanges.is_in_graphs(exchange)
+
+    def _forget(self, gone: Sequence[AnyExchange]) -> None:
+        """Closes exchanges, on all ranks together."""
+        for one in gone:
+            one.expect_departures()
+        # No rank leaves while another one would log it as lost.
+        agree(self.gather, b"")
+        self._exchanges.forget(gone)
 
     def grow(self, max_tokens: int) -> None:
         """Raises ``max_tokens``, on all ranks together."""
@@ -174,14 +203,9 @@ class Normal:
         said = agree(self.gather, bytes(lane.captured for lane in old)) if old else []
         if len({one for one in said if one is not None}) > 1:
             raise used_by_graphs([r for r, one in enumerate(said) if one and any(one)])
-        gone = [lane.exchange for lane in old if not lane.captured]
-        for one in gone:
-            one.expect_departures()
-        # No rank leaves while another one would log it as lost.
         if old:
-            agree(self.gather, b"")
+            self._forget([lane.exchange for lane in old if not lane.captured])
         self._in_graphs += [lane for lane in old if lane.captured]
-        self._exchanges.forget(gone)
         self._lanes.clear()
         self._room = room
 

@@ -20,7 +20,7 @@ from fabric_ray.moe.deepep import buffer as deepep_buffer
 from fabric_ray.moe.deepep.hybrid import indices_to_map
 from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks
 
 EXPERTS, EACH, TOPK, M, HIDDEN = 6, 2, 2, 5, 512
 Capture: TypeAlias = Callable[[], Any]
@@ -46,35 +46,6 @@ def low_latency(buffer: Any, rank: int, experts: int = EXPERTS) -> None:
     x, idx, w = batch(rank, M, experts, TOPK, HIDDEN)
     rows, _, handle, *_ = buffer.low_latency_dispatch(x, idx, M, experts, use_fp8=False)
     buffer.low_latency_combine(rows, idx, w, handle)
-
-
-def test_ranks_are_not_taken_back_while_a_graph_of_any_rank_has_calls(
-    host: Host, captured: Capture
-) -> None:
-    def work(comm: ThreadComm) -> None:
-        me, launcher = comm.rank(), host.another()
-        buffer = Buffer(low_latency_mode=True, enable_shrink=True, comm=comm, launcher=launcher)
-        low_latency(buffer, me)
-        buffer.low_latency_update_mask_buffer(1 - me, mask=True)
-        buffer.low_latency_update_mask_buffer(1 - me, mask=False)
-        with captured() if me else nullcontext():
-            low_latency(buffer, me)
-        buffer.low_latency_clean_mask_buffer()  # no rank comes back
-        low_latency(buffer, me)
-        comm.all_gather(b"")
-        buffer.low_latency_update_mask_buffer(1 - me, mask=True)
-        there = buffer.explain()
-        for take_back in (
-            buffer.low_latency_clean_mask_buffer,
-            lambda: buffer.low_latency_update_mask_buffer(1 - me, mask=False),
-        ):
-            with pytest.raises(errors.Unsupported, match=r"graphs of ranks \[1\] .*capture again"):
-                take_back()
-        assert buffer.explain() == there
-        assert [*buffer.lost] == [1 - me]
-        buffer.destroy()
-
-    on_ranks(2, work)
 
 
 def joined(host: Host, rank: int, store: Any, ranks: range) -> nixl_ep.Buffer:

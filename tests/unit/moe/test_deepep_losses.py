@@ -287,10 +287,14 @@ def test_rs_1_a_stall_raises_on_both_ranks_and_no_sum_is_wrong(
 def test_rs_1_a_buffer_that_shrinks_goes_on_without_the_rank_in_each_pass(
     passes: Callable[..., list[str]],
 ) -> None:
-    for found in after_a_stall(lambda stall: passes(stall, enable_shrink=True)):
-        whole = found.index("2")
-        assert whole in (1, 2)
-        assert found == ["4"] * whole + ["2"] * (6 - whole)
+    found, late = after_a_stall(lambda stall: passes(stall, enable_shrink=True))
+    whole = found.index("2")
+    assert whole in (1, 2)
+    assert found == ["4"] * whole + ["2"] * (6 - whole)
+    # The rank that stalled is told, and has no sums of its own experts alone.
+    told = late.index(next(text for text in late if text != "4"))
+    assert all(text.startswith("rank 0: ranks [0] have left this one out") for text in late[told:])
+    assert told in (1, 2)
 
 
 def test_rs_4_buffers_grow_without_a_lost_rank() -> None:

@@ -270,8 +270,16 @@ def test_ranks_that_mask_each_other_in_the_middle_come_back_together(both: bool)
             buffer.update_mask_buffer(1 - rank, mask=True)
             _, event, _ = buffer.combine(y, idx, w, handle)
             assert event.left_out == {1 - rank}
-        alone(buffer, 2)
+            alone(buffer, 2)
         met.wait(60)
+        if rank and not both:
+            # It has heard of it without a call, and is told what to do.
+            status = torch.empty(2, dtype=torch.int32)
+            buffer.query_mask_buffer(status)
+            assert status.tolist() == [1, 0]
+            for _ in range(2):
+                with pytest.raises(errors.PeerLost, match=r"\[0\] have left .*clean_mask_buffer"):
+                    buffer.dispatch(x, idx, M, use_fp8=False)
         buffer.update_mask_buffer(1 - rank, mask=False)
         layer(buffer, 1, 2, None)
         buffer.destroy()
