@@ -349,11 +349,18 @@ mod tests {
         assert!(matches!(all[0].disconnect(), Err(EngineError::Invalid(_))));
         for a in &all {
             a.inner.state.lock().collected(&mut Vec::new());
-            a.disconnect().unwrap();
+            thread::scope(|threads| {
+                let end = beside(threads, || a.disconnect());
+                while end.try_recv().map(Result::unwrap).is_err() {
+                    settle();
+                }
+            });
         }
         let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
         all[0].admit(&descriptors[1]).unwrap();
         all[1].admit(&descriptors[0]).unwrap();
+        // What was exported before, to the third rank too, is revoked.
+        settle();
         all.iter().for_each(send);
         settle();
         for a in &all {
