@@ -52,7 +52,7 @@ def test_the_command_prints_one_json_object(cluster: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (Options(trainers=0), "trainers is 0"),
+        (Options(trainers=0), "--trainers: got 0"),
         (Options(checkpoint=Path("/nowhere")), "/nowhere is not a directory"),
         (Options(parameters=2e6, rollouts=2, ep=3), "ep"),
     ],
