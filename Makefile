@@ -56,9 +56,9 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo build $(TESTED_CRATES) --quiet --bins --examples --test '*'
 
-# The engine's unit tests are compiled without optimisation, a third of the work, which they lose little by. Those of the
-# other crates share the optimised engine.
-UNIT := $(TESTED_CRATES) $(addprefix --exclude fabric-,engine simulate python) --lib --bins
+# The engine's unit tests are compiled without optimisation, a third of the work, which they lose little by. All others
+# share the optimised engine.
+ENGINE_TESTS := --examples $(addprefix --test ,$(basename $(notdir $(wildcard native/engine/tests/*))))
 ENGINE_UNIT := -p fabric-engine --lib --config profile.dev.package.fabric-engine.opt-level=0
 
 # A tenth to a fifth of the random schedules and an eighth of the examples of property tests that are drawn by default,
@@ -71,8 +71,8 @@ test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run
 tests = cd native && MAKEFLAGS= cargo test --quiet $(1) -- $(addprefix --skip ,$(SLOW_RUST))
 test-rust: $(DONE)/tools
-	$(call tests,$(TESTED_CRATES) --examples --test '*')
-	$(call tests,$(UNIT))
+	$(call tests,$(TESTED_CRATES) $(ENGINE_TESTS))
+	$(call tests,$(TESTED_CRATES) --exclude fabric-engine)
 	$(call tests,$(ENGINE_UNIT))
 
 # Most of what waits for actors or other processes is waiting: they run side by side with what computes.
