@@ -349,14 +349,26 @@ mod tests {
         assert!(matches!(all[0].disconnect(), Err(EngineError::Invalid(_))));
         for a in &all {
             a.inner.state.lock().collected(&mut Vec::new());
-            thread::scope(|threads| {
-                let end = beside(threads, || a.disconnect());
-                while end.try_recv().map(Result::unwrap).is_err() {
-                    settle();
-                }
-            });
         }
-        let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
+        let mut on_each = |call: &(dyn Fn(&AllToAll) -> Vec<u8> + Sync)| {
+            let one = |a| {
+                thread::scope(|threads| {
+                    let end = beside(threads, move || call(a));
+                    loop {
+                        settle();
+                        if let Ok(result) = end.try_recv() {
+                            break result;
+                        }
+                    }
+                })
+            };
+            all.iter().map(one).collect::<Vec<_>>()
+        };
+        on_each(&|a| {
+            a.disconnect().unwrap();
+            Vec::new()
+        });
+        let descriptors = on_each(&|a| a.descriptor(None).unwrap());
         all[0].admit(&descriptors[1]).unwrap();
         all[1].admit(&descriptors[0]).unwrap();
         // What was exported before, to the third rank too, is revoked.
