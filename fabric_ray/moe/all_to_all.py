@@ -262,13 +262,19 @@ class AllToAll(RankExchange):
         """Lets go of all other ranks between two exchanges, so that all can connect again by new
         descriptors: ranks that were lost or masked, and live, come back so. All ranks call it
         before any of them calls :meth:`descriptor`. Until :meth:`connect` no call is made. What was
-        launched on a device is waited for; CUDA graphs of this exchange stay good.
+        launched on a device is waited for, and so are ranks that still lack data of this one; CUDA
+        graphs of this exchange stay good.
 
         Raises:
             InvalidArgument: an exchange is under way, or this one was closed.
             NotQuiesced: after the timeout a rank may still write to this rank's memory.
         """
         self._finish()
+        if self._native.between_exchanges:
+            # Ranks that gave this one up take nothing more of it.
+            for rank in self.given_up_by:
+                self._native.mask(rank, "it gave this rank up")
+            self._native.finish()
         self._unconnected = set(range(self._ranks)) - {self._rank}
         self._native.disconnect()
 

@@ -62,6 +62,29 @@ def test_exchanges_connect_again_after_ranks_went_on_apart(host: Host, kernels: 
                 ranks[0].disconnect()
 
 
+def test_a_rank_that_lets_go_first_sends_what_others_lack() -> None:
+    """Rank 0 has all its rows while most of those to rank 1 wait for room there."""
+    sizes = SIZES | {"max_tokens": 64}
+    ended = threading.Event()
+    with joined([None, None], timeout=20.0, private_rows=1, shared_rows=4, **sizes) as ranks:
+
+        def work(a: AllToAll) -> None:
+            x, idx, _ = batch(a.rank, 64, EXPERTS, TOPK, HIDDEN)
+            a.dispatch_send(x, idx)
+            if a.rank:
+                # Not before rank 0 lets go, unless it waits for this rank.
+                ended.wait(1.0)
+            got = a.dispatch_recv()
+            if a.rank == 0:
+                a.disconnect()
+                ended.set()
+            else:
+                assert a.lost == ()
+                assert (got.x.float().abs().sum(1) > 0).all()
+
+        on_each(ranks, work)
+
+
 Capture: TypeAlias = Callable[[], Any]
 
 
