@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
-from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.errors import Cancelled, InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import DeviceSteps
@@ -280,8 +281,12 @@ class AllToAll(RankExchange):
 
     @property
     def between_exchanges(self) -> bool:
-        """Whether no exchange is under way, as :meth:`disconnect` needs it."""
-        return self._native.between_exchanges
+        """Whether no exchange is under way, as :meth:`disconnect` needs it. What was launched on a
+        device is waited for; false if its host doesn't follow in time."""
+        with suppress(Cancelled):
+            self._finish()
+            return self._native.between_exchanges
+        return False
 
     @property
     def given_up_by(self) -> tuple[int, ...]:

@@ -146,6 +146,25 @@ def test_ranks_come_back_to_the_same_exchanges(comm: ThreadComm, host: Host, ker
     buffer.destroy()
 
 
+def test_no_exchange_is_under_way_when_a_device_has_ended_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host hears of the end a little later, and is waited for."""
+    waits, finish = list[device.DeviceSteps](), device.DeviceSteps.finish
+
+    def waited(steps: device.DeviceSteps) -> None:
+        waits.append(steps)
+        finish(steps)
+
+    with joined([host.another(), host.another()], timeout=20.0, **SIZES) as ranks:
+        batches = [batch(a.rank, M, EXPERTS, TOPK, HIDDEN) for a in ranks]
+        on_each(ranks, lambda a: layer(a, *batches[a.rank]))
+        monkeypatch.setattr(device.DeviceSteps, "finish", waited)
+        for a in ranks:
+            assert a.between_exchanges
+            assert waits.pop() is a._steps
+
+
 @on_all_ranks(2)
 def test_graphs_are_replayed_when_ranks_were_taken_back(
     comm: ThreadComm, host: Host, captured: Capture
