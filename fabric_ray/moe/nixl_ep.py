@@ -178,9 +178,9 @@ class Buffer:
                 raise InvalidArgument(
                     f"rank {rank_to_mask} is no other rank of {connected.group_size}"
                 )
-            if not self._is_new:
+            if not self._is_new or rank_to_mask in connected.lost:
                 connected.low_latency_update_mask_buffer(rank_to_mask, mask=True)
-            elif rank_to_mask not in connected.lost:
+            else:
                 self._by_hand.add(rank_to_mask)
         elif rank_to_mask in self._by_hand:
             if self._alone is not None and self._alone.captured:

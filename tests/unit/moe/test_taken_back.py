@@ -325,3 +325,34 @@ def test_a_rank_that_others_left_out_is_told_by_nixl_ep() -> None:
         buffer.destroy()
 
     together([lambda rank=rank: work(rank) for rank in range(RANKS)])  # type: ignore[misc]
+
+
+def test_a_rank_that_others_left_out_before_its_first_call_masks_them_and_runs_alone() -> None:
+    store, met = dist.HashStore(), threading.Barrier(RANKS)
+
+    def work(rank: int) -> None:
+        buffer = nixl_ep.Buffer(rank=rank, tcp_store_group=store)
+        buffer.update_memory_buffers(RANKS, 2, 0)
+        buffer.connect_ranks(range(RANKS))
+        x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
+
+        def sums(idx: Tensor) -> tuple[Tensor, Tensor]:
+            y, _, handle, *_ = buffer.dispatch(x, idx, M, use_fp8=False)
+            assert isinstance(y, Tensor)
+            combined, *_ = buffer.combine(y, idx, w, handle)
+            return combined, whole(x, idx, w)
+
+        if rank < 2:
+            buffer.update_mask_buffer(2, mask=True)
+            buffer.dispatch(x, idx, M, use_fp8=False)
+        met.wait(WAIT)
+        if rank == 2:
+            for other in (0, 1):
+                buffer.update_mask_buffer(other, mask=True)
+            check_sums(sums(torch.where(idx // 2 == rank, idx, -1)))
+        met.wait(WAIT)
+        buffer.clean_mask_buffer()
+        check_sums(sums(idx))
+        buffer.destroy()
+
+    together([lambda rank=rank: work(rank) for rank in range(RANKS)])  # type: ignore[misc]
