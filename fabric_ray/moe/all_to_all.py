@@ -276,8 +276,8 @@ class AllToAll(RankExchange):
             for rank in self.given_up_by:
                 self._native.mask(rank, "it gave this rank up")
             self._native.finish()
-        self._unconnected = set(range(self._ranks)) - {self._rank}
         self._native.disconnect()
+        self._unconnected = set(range(self._ranks)) - {self._rank}
 
     @property
     def between_exchanges(self) -> bool:

@@ -29,8 +29,9 @@ TURNS: dict[str, Callable[[AllToAll], object]] = {
     "combine_answers": lambda a: a.combine_answers(),
     "combine_recv": lambda a: a.combine_recv(),
     "finish": lambda a: a.finish(),
+    "disconnect": lambda a: a.disconnect(),
 }
-ANY_TIME = {"dispatch", "dispatch_send", "finish"}
+ANY_TIME = {"dispatch", "dispatch_send", "finish", "disconnect"}
 
 
 def look(a: AllToAll) -> None:
