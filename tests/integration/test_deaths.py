@@ -106,6 +106,8 @@ def test_mr_2_a_restart_under_the_same_name_is_another_peer(
             if old is not None:
                 with pytest.raises((PeerLost, Unreachable, Stale)):
                     a.write(src, old[:64]).wait(10)
+            # A write is done when its bytes are there; its count may come a moment later.
+            within(10, "the count", lambda: other.ask("count"))
             assert other.ask("count") == 1
             other.kill()
             old = there
