@@ -279,7 +279,6 @@ class AllToAll(RankExchange):
         self._native.disconnect()
         self._unconnected = set(range(self._ranks)) - {self._rank}
 
-    @property
     def between_exchanges(self) -> bool:
         """Whether no exchange is under way, as :meth:`disconnect` needs it. What was launched on a
         device is waited for; false if its host doesn't follow in time."""

@@ -288,7 +288,7 @@ class Exchanges:
             PeerLost: a rank doesn't answer: the group's timeout passed, or a rank ended.
             FabricError: a rank's exchanges don't connect. All are gone then, on all ranks.
         """
-        stay = {key: one for one, key in self._keys.items() if one.between_exchanges}
+        stay = {key: one for one, key in self._keys.items() if one.between_exchanges()}
         me, mine = self.comm.rank(), self.masked
         in_graphs = [key for one, key in self._keys.items() if one.captured]
         own = _Membership(missing=[*mine], staying=[*stay], in_graphs=in_graphs)

@@ -38,6 +38,7 @@ def look(a: AllToAll) -> None:
     a.check()
     a.set_timeout(120)
     assert a.lost == a.left_out == ()
+    a.between_exchanges()
     assert a.present == (True, True)
     assert f"{a.nbytes:,}" in a.explain()
     assert a.local_experts == range(a.rank * 4, a.rank * 4 + 4)

@@ -44,7 +44,7 @@ def test_exchanges_connect_again_after_ranks_went_on_apart(host: Host, kernels: 
         on_each(ranks[:2], apart)
         apart(ranks[2])
         for turn in (1, 2):
-            assert all(a.between_exchanges for a in ranks)
+            assert all(a.between_exchanges() for a in ranks)
             for a in ranks:
                 a.disconnect()
             assert not any(a.present[r] for a in ranks for r in range(RANKS) if r != a.rank)
@@ -161,7 +161,7 @@ def test_no_exchange_is_under_way_when_a_device_has_ended_it(
         on_each(ranks, lambda a: layer(a, *batches[a.rank]))
         monkeypatch.setattr(device.DeviceSteps, "finish", waited)
         for a in ranks:
-            assert a.between_exchanges
+            assert a.between_exchanges()
             assert waits.pop() is a._steps
 
 

@@ -42,8 +42,9 @@ pub struct SegmentPiece {
 ///
 /// There is no order among operations, not even of one request, nor among the bytes of one. Bytes
 /// that an operation reads must not be bytes that it writes: [`EngineError::Invalid`] for the
-/// engine's own memory, undefined for memory that two engines share. Counts (IC-1): a write counts 1, a
-/// paged write 1 for each page, a write in pieces 1, a scatter 1 at each destination, a barrier 1 at each peer.
+/// engine's own memory, undefined for memory that two engines share. Counts (IC-1): a write counts
+/// 1, a paged write 1 for each page, a write in pieces 1, a scatter 1 at each destination, a barrier
+/// 1 at each peer.
 #[derive(Clone, Debug)]
 pub enum Op<'a> {
     Write {

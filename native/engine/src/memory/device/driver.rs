@@ -312,8 +312,8 @@ impl Driver {
         Ok((base, size as u64))
     }
 
-    /// Pins host memory, so that the copy engine reaches it by itself. False if another part of this
-    /// process has pinned it, which then unpins it.
+    /// Pins host memory, so that the copy engine reaches it by itself. False if another part of
+    /// this process has pinned it, which then unpins it.
     pub fn pin(&'static self, ordinal: i32, addr: usize, len: usize) -> Result<bool, DomainError> {
         let _current = self.enter(ordinal)?;
         // SAFETY: the driver checks that the range is mapped; the caller unpins before it unmaps.

@@ -21,9 +21,9 @@ use crate::{
     },
 };
 
-/// Received control messages of a peer that may wait, and unsent answers to revocations: far more than honest
-/// peers cause between two polls.
-const MAX_CONTROL_MESSAGES: usize = 1 << 16;
+/// Received control messages of a peer that may wait, and unsent answers to its revocations: far
+/// more than honest peers cause between two polls.
+pub(super) const MAX_CONTROL_MESSAGES: usize = 1 << 16;
 /// Frames of one peer per poll.
 const FRAMES_PER_POLL: usize = 256;
 

@@ -9,6 +9,7 @@ use std::{
 use smallvec::smallvec;
 
 use super::{
+    control_plane::MAX_CONTROL_MESSAGES,
     control_socket::{Frame, MAX_PENDING_REPLIES},
     layout,
     link_tests::{is_down, NoRoom, Pair, KEY},
@@ -18,6 +19,7 @@ use crate::{
     api::RegionKey,
     domain::Domain,
     memory::{Allocation, Backing, RegionMemory},
+    transport::staged::ControlChannel,
 };
 
 /// A peer can make this process hold replies with a descriptor each, so requests of a peer that
@@ -106,4 +108,21 @@ fn a_peer_that_revokes_forever_and_reads_no_answers_is_bounded() {
         }
         assert!(sent < 100_000, "its revocations are answered forever");
     }
+}
+
+#[test]
+fn rs_4_control_messages_of_one_peer_end_no_link_of_another() {
+    let mut pair = Pair::new();
+    let other = pair.peer_link + 1;
+    pair.b.control_messages.extend((0..MAX_CONTROL_MESSAGES).map(|_| (other, Vec::new())));
+    pair.a.send_control(pair.own_link, b"honest".to_vec());
+    pair.poll_b();
+    assert!(!is_down(&pair.from_b));
+    let taken = std::iter::from_fn(|| pair.b.receive_control());
+    assert_eq!(taken.last(), Some((pair.peer_link, b"honest".to_vec())));
+    // Its own link ends.
+    pair.b.link(pair.peer_link).unwrap().control_messages = MAX_CONTROL_MESSAGES;
+    pair.a.send_control(pair.own_link, b"one more".to_vec());
+    pair.poll_b();
+    assert!(is_down(&pair.from_b));
 }

@@ -27,7 +27,7 @@ fn joined<const N: usize>() -> ([End; N], End, Vec<LinkId>, Time) {
 
 /// A peer may send as many in one poll as its streams hold.
 #[test]
-fn control_messages_of_one_peer_end_no_link_of_another() {
+fn rs_4_control_messages_of_one_peer_end_no_link_of_another() {
     let ([mut peer, mut hostile], mut own, links, mut now) = joined();
     own.domain.link(links[1]).unwrap().control_messages = MAX_OPS + 1;
     own.domain.control_messages.extend((0..=MAX_OPS).map(|_| (links[1], Vec::new())));

@@ -91,8 +91,8 @@ fn losses(losses: u8) -> Budget {
     Budget { losses, ..Budget::default() }
 }
 
-/// The scopes of `cargo test`. Half of all runs are those of three of them, which are left out where
-/// few runs are asked for.
+/// The scopes of `cargo test`. Half of all runs are those of three of them, which are left out
+/// where few runs are asked for.
 pub fn small(few: bool) -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
