@@ -64,11 +64,12 @@ ENGINE_UNIT := -p fabric-engine --lib --config profile.dev.package.fabric-engine
 # A tenth to a fifth of the random schedules and an eighth of the examples of property tests that are drawn by default,
 # and the smaller of the scopes whose every order is tried; make test-long draws all.
 test-rust: export FABRIC_SIM_RUNS ?= 2000
-test-rust: export FABRIC_MOE_SCHEDULES ?= 40
+test-rust: export FABRIC_MOE_SCHEDULES ?= 20
 test-rust: export FABRIC_KV_SCHEDULES ?= 60
 test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 # What faster ones nearly cover.
-SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run
+SLOW_RUST := rails::aims libfabric_shm:: libfabric_srd:: or_tokens_are_there a_seed_draws_the_same_run pruned_orders \
+	two_thousand_engines two_that_stall tokens_flow_on
 tests = cd native && MAKEFLAGS= cargo test --quiet $(1) -- $(addprefix --skip ,$(SLOW_RUST))
 test-rust: $(DONE)/tools
 	$(call tests,$(TESTED_CRATES) $(ENGINE_TESTS))
@@ -113,8 +114,8 @@ $(LANES) $(LAST_LANES): test-%: $(DONE)/native-dev
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
-	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- $(SLOW_RUST) schedules pruned_orders every_order \
-		tokens_flow_on properties:: bytes:: layouts:: spread:: balance:: decoding::)
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- $(SLOW_RUST) schedules every_order \
+		properties:: bytes:: layouts:: spread:: balance:: decoding::)
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 

@@ -96,6 +96,7 @@ def test_rs_1_a_generation_of_several_pushes_length_sees_one_version(kind: str) 
     ray.get(trainer.stop.remote())
 
 
+@pytest.mark.long
 def test_rs_1_what_was_bound_once_is_the_version_in_use_over_five_pushes() -> None:
     rollout = ray.remote(num_cpus=0)(Rollout).remote(bind=True)  # type: ignore[attr-defined]
     sync, trainer = sync_of(rollout)
