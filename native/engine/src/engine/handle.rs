@@ -28,6 +28,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
 /// A thread sleeps on the state word.
 const SLEEPER: u32 = 2;
+/// A thread sleeps until an event of the engine's domains.
+const EVENT_SLEEPER: u32 = 4;
 
 /// A hook that runs once when a handle ends, on the thread that ends it. It must be quick and must
 /// not call the engine.
@@ -165,11 +167,29 @@ impl HandleState {
             if before & SLEEPER != 0 {
                 let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
             }
+            if before & EVENT_SLEEPER != 0 {
+                self.wake_caller();
+            }
             std::mem::take(&mut *hooks)
         };
         for hook in hooks {
             self.run(hook);
         }
+    }
+
+    fn wake_caller(&self) {
+        if let Some(driver) = self.shared.upgrade().as_ref().and_then(|s| s.driver().ok()) {
+            driver.wake_caller();
+        }
+    }
+
+    /// From now on [`complete`](Self::complete) wakes the caller that sleeps until an event.
+    pub fn begin_event_sleep(&self) {
+        self.state.fetch_or(EVENT_SLEEPER, AcqRel);
+    }
+
+    pub fn end_event_sleep(&self) {
+        self.state.fetch_and(!EVENT_SLEEPER, AcqRel);
     }
 
     fn run(&self, hook: CompletionHook) {
@@ -220,7 +240,7 @@ impl HandleState {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: i64::from(left.subsec_nanos()),
             };
-            let _ = futex::wait(&self.state, futex::Flags::PRIVATE, SLEEPER, Some(&left));
+            let _ = futex::wait(&self.state, futex::Flags::PRIVATE, before | SLEEPER, Some(&left));
             if self.is_done() {
                 return true;
             }
@@ -312,7 +332,8 @@ impl Handle {
 
     /// Waits at most `timeout`. Returns `None` if the operation is still pending; it continues.
     ///
-    /// The waiting thread drives the engine and copies for a while before it sleeps.
+    /// The waiting thread drives the engine and copies for a while before it sleeps. One thread that
+    /// waits so is woken by events of the engine's transports, and drives again.
     pub fn wait(&self, timeout: Duration) -> Option<Result<()>> {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if p.is_done() {
@@ -321,7 +342,7 @@ impl Handle {
         let deadline = Time::now().after(timeout);
         if let Some(shared) = p.shared.upgrade() {
             match shared.driver() {
-                Ok(driver) => driver.wait(&shared, &|| p.is_done(), deadline),
+                Ok(driver) => driver.wait(&shared, p, deadline),
                 Err(e) => return Some(Err(e)),
             }
         }

@@ -47,7 +47,7 @@ use crate::{
 
 pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiescence};
-pub(crate) use handle::{HandleOperation, HandleRef};
+pub(crate) use handle::{HandleOperation, HandleRef, HandleState};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;

@@ -85,10 +85,10 @@ impl TransferEngine {
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
         let policy = policy(&config);
-        let driver = GroupDriver::new(domains, (policy, &tiers), spin, true)?;
+        let driver = GroupDriver::new(domains, (policy, &tiers), (spin, always), true)?;
         let limits = (config.op_timeout, max_message, config.records);
         let shared = Shared::new(address, driver, Clock::Machine, limits, waker)?;
-        let worker = Worker::start(&shared, always, cpus, config.peer_timeout)?;
+        let worker = Worker::start(&shared, cpus, config.peer_timeout)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
         let closed = Default::default();
@@ -101,8 +101,8 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let driver =
-            GroupDriver::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
+        let spin = (std::time::Duration::ZERO, false);
+        let driver = GroupDriver::new(domains, (policy(&config), &[]), spin, false)?;
         let limits = (config.op_timeout, max_message, config.records);
         let waker = Waker::default();
         let shared = Shared::new(address, driver, Clock::Manual(clock), limits, waker)?;

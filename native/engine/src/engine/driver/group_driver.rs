@@ -16,13 +16,14 @@ use std::{
 use super::{
     combining_lock::{CarryOut, CombiningGuard, CombiningLock},
     heartbeats::Heartbeats,
-    parker::Parker,
+    parker::{Parker, Sleeper},
     share::HostShare,
     state::{Command, Core},
+    waiters::Waiters,
 };
 use crate::{
     domain::{Assist, Domain, Pinner},
-    engine::Shared,
+    engine::{HandleState, Shared},
     group::{Group, Policy},
     time::Time,
     topology::Tier,
@@ -35,6 +36,9 @@ const HANDOVER_DELAY: Duration = Duration::from_micros(60);
 /// The longest interval of the worker's checks while callers keep polling.
 const MAX_HANDOVER_DELAY: Duration = Duration::from_micros(240);
 
+/// Time after which the worker drives beside callers. Their threads may get no core.
+const CALLER_CHECK: Duration = Duration::from_millis(50);
+
 /// Failed attempts in a row after which the worker queues for the lock: some milliseconds.
 const MAX_MISSES: u32 = 16;
 
@@ -44,10 +48,16 @@ const YIELD_AFTER: u32 = 2_000;
 /// The worker yields after this many idle polls: the event that it polls for may need its core.
 const WORKER_YIELDS: u32 = 16;
 
+/// Time that a caller sleeps until an event, at most a second. epoll counts milliseconds: for less
+/// there is none, and the caller sleeps on its handle.
+fn sleep_time(deadline: Time) -> Option<Duration> {
+    let left = deadline.since(Time::now()).as_millis().min(1000);
+    (left > 0).then(|| Duration::from_millis(left as u64))
+}
+
 pub(crate) struct GroupDriver {
     core: CombiningLock<Core, Command>,
-    /// Threads that poll while they wait.
-    pollers: AtomicU32,
+    pub(super) waiters: Waiters,
     /// When a poller last left.
     left_at: AtomicU64,
     /// Number of successive rounds in which the worker found the lock taken.
@@ -56,6 +66,8 @@ pub(crate) struct GroupDriver {
     assistants: Vec<Arc<dyn Assist>>,
     pinners: Vec<Option<Arc<dyn Pinner>>>,
     spin: Duration,
+    /// The worker never sleeps.
+    always: bool,
     pub(super) heartbeats: Arc<Heartbeats>,
     pub stopping: AtomicBool,
 }
@@ -76,7 +88,7 @@ impl GroupDriver {
     pub fn new(
         domains: Vec<Box<dyn Domain>>,
         (policy, tiers): (Policy, &[Tier]),
-        spin: Duration,
+        (spin, always): (Duration, bool),
         threaded: bool,
     ) -> Result<Self> {
         let parker = threaded.then(|| Parker::new(&domains)).transpose()?;
@@ -102,13 +114,14 @@ impl GroupDriver {
                 rail_window,
                 heartbeats: Arc::clone(&heartbeats),
             }),
-            pollers: AtomicU32::new(0),
+            waiters: Waiters::new(),
             left_at: AtomicU64::new(0),
             misses: AtomicU32::new(0),
             parker,
             assistants,
             pinners,
             spin,
+            always,
             heartbeats,
             stopping: AtomicBool::new(false),
         })
@@ -136,7 +149,7 @@ impl GroupDriver {
     /// Wakes the worker, unless another thread polls.
     pub fn kick(&self) {
         std::sync::atomic::fence(SeqCst);
-        if self.pollers.load(SeqCst) == 0 {
+        if !self.waiters.are_polling() {
             self.kick_worker();
         }
     }
@@ -159,6 +172,13 @@ impl GroupDriver {
     fn set_handover_timer(&self, now: Time) {
         if let Some(parker) = &self.parker {
             parker.set_timer(now.after(HANDOVER_DELAY), MAX_HANDOVER_DELAY - HANDOVER_DELAY);
+        }
+    }
+
+    /// Sets a timer after which the worker checks that callers drive.
+    fn set_check_timer(&self) {
+        if let Some(parker) = &self.parker {
+            parker.set_timer(Time::now().after(CALLER_CHECK), CALLER_CHECK);
         }
     }
 
@@ -193,12 +213,14 @@ impl GroupDriver {
         moved
     }
 
-    fn enter(&self) {
-        self.pollers.fetch_add(1, SeqCst);
+    /// A caller begins to poll, and may get no core then.
+    pub(super) fn enter(&self) {
+        self.waiters.enter();
+        self.set_check_timer();
     }
 
     fn leave(&self) {
-        self.pollers.fetch_sub(1, SeqCst);
+        self.waiters.leave();
         let now = Time::now();
         self.left_at.store(now.0, Relaxed);
         self.set_handover_timer(now);
@@ -227,7 +249,7 @@ impl GroupDriver {
         }
         core.drive(shared);
         // Otherwise another thread polls, or an alarm is set.
-        if armed && self.pollers.load(SeqCst) == 0 && !self.arm(&mut core, shared) {
+        if armed && !self.waiters.are_polling() && !self.arm(&mut core, shared) {
             self.kick_worker();
         }
     }
@@ -248,18 +270,47 @@ impl GroupDriver {
         self.leave();
     }
 
-    /// Polls during progress and for the spin time after it. Then hands over to the worker, so that
-    /// the caller can sleep.
-    pub fn wait(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
-        if self.parker.is_none() {
-            return;
-        }
+    /// Polls during progress and for the spin time after it. Then the caller sleeps until an event
+    /// and polls again. Returns where another caller sleeps so, and shortly before `deadline`: the
+    /// caller can sleep on its handle.
+    pub fn wait(&self, shared: &Arc<Shared>, pending: &HandleState, deadline: Time) {
+        let Some(parker) = &self.parker else { return };
         self.enter();
+        loop {
+            if self.poll_until_quiet(shared, pending, deadline) {
+                return self.leave();
+            }
+            if self.always || sleep_time(deadline).is_none() || !self.waiters.begin_sleep() {
+                break;
+            }
+            pending.begin_event_sleep();
+            let in_time = match self.hand_over(shared) {
+                true => self.sleep_until_event(parker, pending, deadline),
+                false => Time::now() < deadline,
+            };
+            pending.end_event_sleep();
+            self.waiters.end_sleep();
+            if !in_time {
+                break;
+            }
+        }
+        if !self.hand_over(shared) {
+            self.kick_worker();
+        }
+    }
+
+    /// Polls until `pending` is done, then true, or until nothing has moved for the spin time.
+    fn poll_until_quiet(
+        &self,
+        shared: &Arc<Shared>,
+        pending: &HandleState,
+        deadline: Time,
+    ) -> bool {
         let mut idle = 0;
         let mut quiet_since = None;
         for turn in 1u32.. {
-            if done() {
-                return self.leave();
+            if pending.is_done() {
+                return true;
             }
             self.step(shared, &mut idle);
             if idle == 0 {
@@ -273,10 +324,29 @@ impl GroupDriver {
                 }
             }
         }
-        self.hand_over(shared);
+        false
     }
 
-    fn step(&self, shared: &Arc<Shared>, idle: &mut u32) {
+    /// Sleeps until an event or a kick, unless another thread polls, or until `pending` is done;
+    /// false if `deadline` is near.
+    fn sleep_until_event(&self, parker: &Parker, pending: &HandleState, deadline: Time) -> bool {
+        while !pending.is_done() {
+            let Some(time) = sleep_time(deadline) else { return false };
+            if parker.sleep_caller(time) && !self.waiters.are_polling() {
+                return true;
+            }
+        }
+        true
+    }
+
+    /// Ends the sleep of the caller that sleeps until an event.
+    pub fn wake_caller(&self) {
+        if let Some(parker) = &self.parker {
+            parker.kick_caller();
+        }
+    }
+
+    pub(super) fn step(&self, shared: &Arc<Shared>, idle: &mut u32) {
         let moved = self.round(shared) | self.assistants.iter().any(|a| a.assist());
         if moved {
             *idle = 0;
@@ -289,18 +359,15 @@ impl GroupDriver {
         }
     }
 
-    /// The last poller arms everything, so that the worker can sleep until an event.
-    fn hand_over(&self, shared: &Arc<Shared>) {
-        self.pollers.fetch_sub(1, SeqCst);
-        match self.try_lock(shared).filter(|_| self.pollers.load(SeqCst) == 0) {
-            Some(mut core) => {
-                if !self.arm(&mut core, shared) {
-                    self.kick_worker();
-                }
-            }
+    /// The last poller arms everything, so that a thread can sleep until an event; false if there
+    /// is work to do first.
+    fn hand_over(&self, shared: &Arc<Shared>) -> bool {
+        self.waiters.hand_over(
+            || self.try_lock(shared),
+            |core| self.arm(core, shared),
             // Another thread drives, and arms when it leaves.
-            None => self.set_handover_timer(Time::now()),
-        }
+            || self.set_handover_timer(Time::now()),
+        )
     }
 
     /// Arms everything before the last poller leaves; false if there is work to do first.
@@ -313,8 +380,12 @@ impl GroupDriver {
         if !core.arm_domains() {
             return false;
         }
-        parker.arm(&core.domains);
+        let sleeper = self.waiters.sleeper();
+        parker.arm(&core.domains, sleeper);
         self.set_alarm(core.next_timer(shared));
+        if sleeper == Sleeper::Caller {
+            self.set_check_timer();
+        }
         true
     }
 
@@ -324,17 +395,17 @@ impl GroupDriver {
     }
 
     /// The worker's loop: drives during traffic, sleeps otherwise.
-    pub(super) fn work(&self, shared: &Arc<Shared>, always: bool) {
+    pub(super) fn work(&self, shared: &Arc<Shared>) {
         let Some(parker) = &self.parker else { return };
         let mut spin = self.spin;
         while !self.stopping.load(SeqCst) {
-            self.work_awake(shared, always, spin);
+            self.work_awake(shared, spin);
             while !self.stopping.load(SeqCst) {
                 let only_alarm = parker.sleep();
                 // More events may follow an event. A bare alarm only means that a caller has left.
                 spin = if only_alarm { Duration::ZERO } else { self.spin };
                 let now = Time::now();
-                if !only_alarm || always || !self.is_lingering(now) {
+                if !only_alarm || self.always || !self.is_lingering(now) {
                     break;
                 }
                 // Callers keep polling: another polling thread would only take a core from threads
@@ -345,22 +416,27 @@ impl GroupDriver {
     }
 
     /// Drives until nothing has moved for `spin`, or for the full spin time once something has.
-    fn work_awake(&self, shared: &Arc<Shared>, always: bool, mut spin: Duration) {
+    fn work_awake(&self, shared: &Arc<Shared>, mut spin: Duration) {
         let mut idle_since = None;
         let mut idle = 0u32;
+        let mut has_moved = false;
         while !self.stopping.load(SeqCst) {
-            if self.pollers.load(SeqCst) > 0 && !always {
+            if self.waiters.are_polling() && !self.always {
                 // Callers drive; the last one arms, or sets an alarm, when it leaves.
-                return;
+                if Time::now().since(self.heartbeats.driven_at()) >= CALLER_CHECK {
+                    self.round(shared);
+                }
+                return self.set_check_timer();
             }
             if self.round(shared) {
                 idle_since = None;
                 idle = 0;
+                has_moved = true;
                 spin = self.spin;
                 continue;
             }
             idle += 1;
-            if always {
+            if self.always {
                 std::hint::spin_loop();
                 continue;
             }
@@ -377,6 +453,9 @@ impl GroupDriver {
                 return self.set_alarm(now.after(MAX_HANDOVER_DELAY));
             }
             let Some(mut core) = self.lock_or_linger(shared, now) else { return };
+            if has_moved && self.waiters.set_caller_late() {
+                self.wake_caller();
+            }
             if self.arm(&mut core, shared) {
                 return;
             }

@@ -38,6 +38,11 @@ impl Heartbeats {
         self.driven_at.store(now.0, Relaxed);
     }
 
+    /// When a round began last.
+    pub fn driven_at(&self) -> Time {
+        Time(self.driven_at.load(Relaxed))
+    }
+
     /// Whether some link needs heartbeats. Without one the thread sleeps.
     pub fn set_needed(&self, needed: bool) {
         if self.needed.load(Relaxed) != needed {
@@ -61,7 +66,7 @@ impl Heartbeats {
                 self.wake.wait(&mut stopping);
                 continue;
             }
-            let due = Time(self.driven_at.load(Relaxed)).after(limit).max(earliest);
+            let due = self.driven_at().after(limit).max(earliest);
             let now = Time::now();
             if now >= due {
                 return true;

@@ -6,6 +6,9 @@ mod heartbeats;
 mod parker;
 mod share;
 mod state;
+mod waiters;
+#[cfg(all(test, not(loom)))]
+mod waiting_tests;
 mod worker;
 
 pub(crate) use group_driver::{GroupDriver, Guard};

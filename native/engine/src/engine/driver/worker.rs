@@ -20,7 +20,6 @@ impl Worker {
     /// Starts the threads; `cpus` pins the worker. `peer_timeout` sets when it is late.
     pub fn start(
         shared: &Arc<Shared>,
-        always: bool,
         cpus: Option<CpuSet>,
         peer_timeout: Duration,
     ) -> Result<Self> {
@@ -28,7 +27,7 @@ impl Worker {
             if let Some(Err(error)) = cpus.map(|cpus| sched_setaffinity(None, &cpus)) {
                 tracing::warn!(%error, "the worker can't be pinned near its NICs");
             }
-            driver.work(shared, always);
+            driver.work(shared);
         })?;
         let heartbeats = spawn(shared, "fabric-beats", move |driver, shared| {
             driver.keep_beating(shared, peer_timeout);

@@ -1,0 +1,126 @@
+//! Callers that wait, and the worker beside them.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::parker::Sleeper;
+use crate::{
+    api::{EngineConfig, Spin, TransportKind},
+    engine::{Local, Op, Remote, Submit, TransferEngine},
+};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Nothing but an arrival ends a sleep within the time that the test waits.
+fn engine(transport: TransportKind) -> TransferEngine {
+    TransferEngine::open(EngineConfig {
+        transports: vec![transport],
+        spin: Spin::For(Duration::ZERO),
+        peer_timeout: Duration::from_secs(600),
+        token: Some(b"t".to_vec()),
+        ..Default::default()
+    })
+    .unwrap()
+}
+
+fn a_caller_that_waits_needs_no_worker(transport: TransportKind) {
+    let (a, b) = (engine(transport), engine(transport));
+    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
+    let write = || {
+        let src = Local { region: &src, offset: 0 };
+        let dst = Remote { region: &there, offset: 0 };
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        a.submit(&[op], Submit::default()).unwrap()
+    };
+    write().wait(TIMEOUT).unwrap().unwrap();
+    // Joined: it may hold the lock until it ends.
+    b.worker.lock().take().unwrap().stop(&b.shared);
+    counter.expect(1, &[], TIMEOUT).unwrap().wait(TIMEOUT).unwrap().unwrap();
+    for round in 0..20 {
+        let arrival = counter.expect(1, &[], TIMEOUT * 2).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(5));
+                // Its acknowledgement is the worker's.
+                write();
+            });
+            let result = arrival.wait(TIMEOUT);
+            assert!(result.is_some(), "{transport}: the caller sleeps on write {round}");
+        });
+    }
+}
+
+#[test]
+fn a_caller_that_waits_is_woken_by_its_peer_over_shm() {
+    a_caller_that_waits_needs_no_worker(TransportKind::Shm);
+}
+
+#[test]
+fn a_caller_that_waits_is_woken_by_its_peer_over_tcp() {
+    a_caller_that_waits_needs_no_worker(TransportKind::Tcp);
+}
+
+/// A caller that polls, and then gets no core, leaves the engine disarmed.
+fn callers_progress_beside_one_that_gets_no_core(transport: TransportKind) {
+    let (a, b) = (engine(transport), engine(transport));
+    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
+    let write = || {
+        let src = Local { region: &src, offset: 0 };
+        let dst = Remote { region: &there, offset: 0 };
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        a.submit(&[op], Submit::default()).unwrap()
+    };
+    write().wait(TIMEOUT).unwrap().unwrap();
+    counter.expect(1, &[], TIMEOUT).unwrap().wait(TIMEOUT).unwrap().unwrap();
+    let driver = b.shared.driver().unwrap();
+    // No timer of the wait is set by then.
+    thread::sleep(Duration::from_millis(200));
+    driver.enter();
+    driver.step(&b.shared, &mut 0);
+    for round in 0..20 {
+        let (told, arrived) = std::sync::mpsc::channel();
+        let arrival = counter.expect(1, &[], TIMEOUT).unwrap();
+        arrival.on_done(move |result| told.send(result).unwrap());
+        let sent = write();
+        let result = arrived.recv_timeout(TIMEOUT / 2);
+        assert!(result.is_ok(), "{transport}: no thread drives in round {round}");
+        sent.wait(TIMEOUT).unwrap().unwrap();
+    }
+}
+
+#[test]
+fn callers_progress_beside_one_that_gets_no_core_over_shm() {
+    callers_progress_beside_one_that_gets_no_core(TransportKind::Shm);
+}
+
+#[test]
+fn callers_progress_beside_one_that_gets_no_core_over_tcp() {
+    callers_progress_beside_one_that_gets_no_core(TransportKind::Tcp);
+}
+
+#[test]
+fn events_wake_the_worker_until_a_caller_that_left_one_unread_sleeps_anew() {
+    let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
+    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+    let there = a.import(&dst.descriptor()).unwrap();
+    let waiters = &b.shared.driver().unwrap().waiters;
+    assert!(waiters.begin_sleep());
+    assert_eq!(waiters.sleeper(), Sleeper::Caller);
+    let src = Local { region: &src, offset: 0 };
+    let dst = Remote { region: &there, offset: 0 };
+    let op = Op::Write { src, dst, len: 8, imm: None };
+    a.submit(&[op], Submit::default()).unwrap().wait(TIMEOUT).unwrap().unwrap();
+    let start = Instant::now();
+    while waiters.sleeper() != Sleeper::Worker {
+        assert!(start.elapsed() < TIMEOUT, "the worker leaves events to a caller that is late");
+        thread::sleep(Duration::from_millis(1));
+    }
+    waiters.end_sleep();
+    assert!(waiters.begin_sleep());
+    waiters.leave();
+    assert_eq!(waiters.sleeper(), Sleeper::Caller);
+}
