@@ -75,6 +75,8 @@ pub(super) struct Link {
     /// Work whose count the peer may not have received before it left.
     unacknowledged: Vec<Token>,
     sends: VecDeque<(Token, usize)>,
+    /// Whether the receive pool had no room for the next message at the last poll.
+    message_waits: bool,
     /// Control messages of the peer that were not taken yet.
     pub control_messages: usize,
     /// Whether the peer's message ring is invalid: the link must end.
@@ -124,6 +126,7 @@ impl Link {
             count_refused: false,
             unacknowledged: Vec::new(),
             sends: VecDeque::new(),
+            message_waits: false,
             control_messages: 0,
             corrupt: false,
             jobs: Vec::new(),
@@ -217,6 +220,7 @@ impl Link {
     fn take_messages(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let Stage::Up(outbound) = &mut self.stage else { return false };
         let mut progressed = false;
+        self.message_waits = false;
         while self.closing.is_none() && !self.corrupt {
             let len = match self.receiver.peek(&self.inbox) {
                 Ok(None) => break,
@@ -227,7 +231,10 @@ impl Link {
                 }
             };
             match room.admit(len) {
-                Admit::Wait => break,
+                Admit::Wait => {
+                    self.message_waits = true;
+                    break;
+                }
                 Admit::TooLong { .. } => self.receiver.refuse(&self.inbox, len),
                 Admit::Take => {
                     let message = self.receiver.pop(&self.inbox, len);
@@ -265,7 +272,7 @@ impl Link {
     }
 
     /// Whether a poll would find something; checked again after the doorbell was armed.
-    pub fn has_work(&mut self, room: &dyn Fn(usize) -> bool) -> bool {
+    pub fn has_work(&mut self) -> bool {
         if !self.is_up() {
             return false;
         }
@@ -283,7 +290,7 @@ impl Link {
             return true;
         }
         match self.receiver.peek(&self.inbox) {
-            Ok(Some(len)) if room(len) => return true,
+            Ok(Some(_)) if !self.message_waits => return true,
             Err(_) => return true,
             _ => {}
         }
