@@ -22,10 +22,9 @@ fn arm(word: &AtomicU32) {
 }
 
 /// Whether the sleeping engine must be woken; true for only one of several callers. The work must
-/// be stored before the call.
+/// be stored before the call, and ordered before later loads.
 #[inline]
 fn must_ring(word: &AtomicU32) -> bool {
-    fence(SeqCst);
     word.load(SeqCst) == ASLEEP && word.swap(AWAKE, SeqCst) == ASLEEP
 }
 
@@ -80,6 +79,14 @@ impl PeerDoorbell {
     /// Wakes the peer if it sleeps. The work must be stored before the call.
     #[inline]
     pub fn ring(&self) {
+        fence(SeqCst);
+        self.ring_for_counts();
+    }
+
+    /// As [`PeerDoorbell::ring`], for counts: [`Producer::push`](super::ring::Producer::push) has
+    /// ordered them before later loads.
+    #[inline]
+    pub fn ring_for_counts(&self) {
         if must_ring(self.word.shared_word(0)) {
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }

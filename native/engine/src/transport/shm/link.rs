@@ -22,7 +22,6 @@ use crate::{
         Admit, Completion, Count, DomainError, LinkId, MessageRoom, PeerIdentity, Token,
         WorkRequest,
     },
-    sync::atomic::fence,
     time::Time,
     transport::handshake::{Acceptor, Initiator, UnprovenAcceptor},
 };
@@ -335,16 +334,14 @@ impl Link {
 
     /// Sends a count; there must be room. False if its work is not done: the peer has left, perhaps
     /// before it received the count, so the work ends with the link. Without `now` the caller calls
-    /// `ring`.
+    /// `ring_doorbell`.
     #[inline]
     pub fn push_count(&mut self, token: Token, count: Count, now: bool) -> bool {
         let Stage::Up(outbound) = &mut self.stage else { return false };
         let (slots, tail) = counts(&outbound.outbox);
         outbound.produce.push(slots, count);
-        match now {
-            // Its fence is the one that `is_closed` needs.
-            true => outbound.doorbell.ring(),
-            false => fence(SeqCst),
+        if now {
+            outbound.doorbell.ring_for_counts();
         }
         if !Producer::is_closed(tail) {
             return true;
@@ -355,10 +352,10 @@ impl Link {
         false
     }
 
-    /// Wakes the peer if it sleeps.
+    /// Wakes the peer if it sleeps, after counts were pushed.
     pub fn ring_doorbell(&self) {
         if let Stage::Up(outbound) = &self.stage {
-            outbound.doorbell.ring();
+            outbound.doorbell.ring_for_counts();
         }
     }
 

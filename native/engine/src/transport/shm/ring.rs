@@ -10,7 +10,7 @@ use crate::{
     sync::{
         atomic::{
             AtomicU32, AtomicU64,
-            Ordering::{Acquire, Relaxed, Release, SeqCst},
+            Ordering::{Acquire, Relaxed, SeqCst},
         },
         total_order,
     },
@@ -81,17 +81,20 @@ impl Producer {
     }
 
     /// Publishes a record. A consumer that reads it sees everything that this thread stored before
-    /// (IC-2). The ring must have room.
+    /// (IC-2). The ring must have room. The record is ordered before later loads of this thread, as
+    /// [`Producer::is_closed`] and the doorbell need: one instruction instead of a store and a
+    /// fence for each of them.
     #[inline]
     pub fn push(&mut self, slots: &[Slot], count: Count) {
         let slot = &slots[(self.next % slots.len() as u64) as usize];
         slot.count.store(u64::from(count.imm) | u64::from(count.n) << 32, Relaxed);
         self.next += 1;
-        slot.sequence.store(self.next, Release);
+        slot.sequence.swap(self.next, SeqCst);
+        total_order();
     }
 
-    /// Whether the consumer may have left before it took the last records; it never takes those
-    /// that it has not seen by then. A fence must lie between the push and this call (IC-4).
+    /// Whether the consumer may have left before it took the records pushed so far; it never takes
+    /// those that it has not seen by then (IC-4).
     #[inline]
     pub fn is_closed(tail: &Tail) -> bool {
         tail.closed.load(SeqCst) != 0
