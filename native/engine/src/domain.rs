@@ -150,6 +150,27 @@ pub enum WorkRequest {
     Send(Arc<[u8]>),
 }
 
+impl WorkRequest {
+    /// Bytes that move between the memories of both sides.
+    #[inline]
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Write { data, .. } | Self::Read { data } => data.bytes(),
+            Self::Prepare { .. } | Self::Count(_) | Self::Send(_) => 0,
+        }
+    }
+
+    /// The count that it adds at the peer.
+    #[inline]
+    pub fn count(&self) -> Option<Count> {
+        match self {
+            Self::Write { count, .. } => *count,
+            Self::Count(count) => Some(*count),
+            Self::Read { .. } | Self::Prepare { .. } | Self::Send(_) => None,
+        }
+    }
+}
+
 /// The result of posting a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Post {

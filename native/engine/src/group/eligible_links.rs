@@ -120,14 +120,9 @@ impl<'a> EligibleLinks<'a> {
         Some((narrowest / SLICES / GRAIN * GRAIN).max(SMALLEST))
     }
 
-    /// Whether the ledger keeps work of a rail until it is over, to send it again and to count it
-    /// as under way.
     #[inline]
     fn is_known(&self, rail: usize) -> bool {
-        let (policy, domain) = (self.route.policy, &*self.rails[rail]);
-        let heals = policy.receipts(domain) != Receipts::None;
-        let queues = domain.kind().has_nics() || domain.kind().is_loopback();
-        heals || self.route.active().len() > 1 || (policy.heal && queues)
+        self.route.keeps_work(&*self.rails[rail])
     }
 
     /// Posts a work request on one link: small work on the next link with room, large work on the
@@ -140,10 +135,7 @@ impl<'a> EligibleLinks<'a> {
         (wr, behind): (&WorkRequest, u64),
         confirm: Option<u32>,
     ) -> Result<Post, (usize, DomainError)> {
-        let bytes = match wr {
-            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
-            _ => 0,
-        };
+        let bytes = wr.bytes();
         let n = self.route.active().len();
         let mut attempt = PostAttempt::new(n, self.priority);
         if bytes > 0 {
@@ -275,14 +267,9 @@ impl<'a> EligibleLinks<'a> {
                     link.gauge.posted(self.now, bytes);
                     *self.route.under_way.of_mut(attempt.class[at]) += bytes;
                 }
-                let again = self.tries > 0;
-                self.route.tally.posted(rail, transfer.priority, bytes, again);
-                transfer.flight.posted(self.now, rail, again);
-                if post == Post::Done {
-                    transfer.flight.acknowledged(self.now);
-                }
-                transfer.unposted = transfer.unposted.saturating_sub(bytes);
-                transfer.slice_posted(confirm, post == Post::Queued);
+                self.route.tally.posted(rail, transfer.priority, bytes, self.tries > 0);
+                let pending = post == Post::Queued;
+                transfer.slice_posted((self.now, rail), (bytes, self.tries), confirm, pending);
                 return Ok(Some(post));
             }
             // Nothing was posted: another link may carry it, or the link that replaces this one.

@@ -44,11 +44,7 @@ pub(super) struct Slice {
 impl Slice {
     /// The count that the slice adds at the peer.
     pub fn count(&self) -> Option<Count> {
-        match self.wr {
-            WorkRequest::Write { count, .. } => count,
-            WorkRequest::Count(count) => Some(count),
-            _ => None,
-        }
+        self.wr.count()
     }
 
     /// Whether it can be sent again. Messages can't, because it is unknown whether the peer took

@@ -12,14 +12,14 @@ use super::{
     backlog::Backlog,
     heal::Healing,
     ledger::Slice,
-    policy::{classes::ByClass, score::RailSelector},
+    policy::{classes::ByClass, score::RailSelector, size::SMALLEST},
     rail_probes::RailProbes,
     spray::Gauge,
     Policy, Rails,
 };
 use crate::{
     api::{EngineAddress, TransportKind},
-    domain::{Domain, DomainError, LinkId, LinkName, Receipt, Receipts},
+    domain::{Caps, Domain, DomainError, LinkId, LinkName, Receipt, Receipts, WorkRequest},
     flight::PeerTally,
     time::Time,
     EngineError, LostLink,
@@ -77,6 +77,36 @@ impl ActiveLink {
     }
 }
 
+/// The only active link to a peer: a post on it chooses no link.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DirectLink {
+    pub rail: usize,
+    pub id: LinkId,
+    /// Whether the ledger keeps its work. If not, no window delays a post.
+    pub keeps_work: bool,
+    /// Whether lost work is sent again.
+    pub heals: bool,
+    caps: Caps,
+}
+
+impl DirectLink {
+    /// Whether the link carries a work request without a cut. Windows cut long ones.
+    #[inline]
+    pub fn takes(&self, wr: &WorkRequest) -> bool {
+        match wr {
+            WorkRequest::Write { data, .. }
+            | WorkRequest::Read { data }
+            | WorkRequest::Prepare { data } => {
+                let is_short = !self.keeps_work || data.bytes() < SMALLEST;
+                is_short
+                    && data.page_len <= self.caps.max_bytes
+                    && data.pages <= self.caps.max_pages
+            }
+            WorkRequest::Count(_) | WorkRequest::Send(_) => true,
+        }
+    }
+}
+
 /// The route to one peer. See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
@@ -90,6 +120,8 @@ pub(super) struct Route {
     links: SmallVec<[ActiveLink; 1]>,
     /// The number of links at the front that share the transport in use.
     active: usize,
+    /// The only active link, if there is one.
+    pub direct: Option<DirectLink>,
     /// Index of the link for the next small work request.
     turn: usize,
     /// Selects the link for the next large work request.
@@ -124,6 +156,7 @@ impl Route {
             since: now,
             links: SmallVec::new(),
             active: 0,
+            direct: None,
             turn: 0,
             selector: policy.spray.selector(),
             attempts: ConnectAttempts::default(),
@@ -231,6 +264,25 @@ impl Route {
         let best = self.links.first().map(|l| rails[l.pair.rail].kind());
         let same = |l: &&ActiveLink| Some(rails[l.pair.rail].kind()) == best;
         self.active = self.links.iter().take_while(same).count();
+        self.direct = match self.active() {
+            [link] => {
+                let rail = link.pair.rail;
+                let domain = &*rails[rail];
+                let (keeps_work, caps) = (self.keeps_work(domain), domain.caps());
+                let heals = self.policy.receipts(domain) != Receipts::None;
+                Some(DirectLink { rail, id: link.id, keeps_work, heals, caps })
+            }
+            _ => None,
+        };
+    }
+
+    /// Whether the ledger keeps work of a rail until it is over, to send it again and to count it
+    /// as under way.
+    #[inline]
+    pub fn keeps_work(&self, rail: &dyn Domain) -> bool {
+        let heals = self.policy.receipts(rail) != Receipts::None;
+        let queues = rail.kind().has_nics() || rail.kind().is_loopback();
+        heals || self.active().len() > 1 || (self.policy.heal && queues)
     }
 
     /// Removes a link that is down.

@@ -3,8 +3,8 @@
 use super::{
     eligible_links::{Deferral, EligibleLinks},
     ledger::{Ledger, Slice},
-    policy::size::slice_size,
-    route::Route,
+    policy::{admit::Window, size::slice_size},
+    route::{DirectLink, Route},
     transfer::{Transfer, TransferKey},
     PeerKey, Rails,
 };
@@ -88,11 +88,15 @@ impl BoundOp {
         Self { confirm, ..Self::new(peer, wr).tried(tries) }
     }
 
+    #[inline]
     pub fn bytes(&self) -> u64 {
-        match &self.wr {
-            WorkRequest::Write { data, .. } | WorkRequest::Read { data } => data.bytes(),
-            _ => 0,
-        }
+        self.wr.bytes()
+    }
+
+    /// Whether nothing of it is posted, and any link may carry it.
+    #[inline]
+    fn is_whole(&self) -> bool {
+        self.pin.is_none() && self.cut.is_none() && self.confirm.is_none()
     }
 
     /// The count at the peer, and the bytes. If several operations share a count, the first has it.
@@ -100,11 +104,8 @@ impl BoundOp {
     pub fn load(&self) -> (Option<Count>, u64) {
         let shared = self.joint.filter(|j| j.first).map(|j| j.count);
         match &self.wr {
-            WorkRequest::Write { data, count } => (count.or(shared), data.bytes()),
-            WorkRequest::Read { data } => (None, data.bytes()),
-            WorkRequest::Count(count) => (Some(*count), 0),
             WorkRequest::Send(message) => (None, message.len() as u64),
-            WorkRequest::Prepare { .. } => (None, 0),
+            wr => (wr.count().or(shared), wr.bytes()),
         }
     }
 
@@ -161,6 +162,11 @@ pub(super) fn post_slices(
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> PostOutcome {
+    if let Some(link) = route.direct.filter(|link| op.is_whole() && link.takes(&op.wr)) {
+        if let Some(posted) = post_direct(now, key, transfer, op, route, (rails, ledger), link) {
+            return posted;
+        }
+    }
     let mut eligible_links =
         match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
             Ok(eligible_links) => eligible_links,
@@ -237,6 +243,65 @@ pub(super) fn post_slices(
         Some(confirm) => all_posted(confirm, now, key, transfer, op, route, (rails, ledger)),
         None => PostOutcome::All,
     }
+}
+
+/// Posts an operation whole on the only link to its peer; `None` if a window has no room.
+#[inline]
+fn post_direct(
+    now: Time,
+    key: TransferKey,
+    transfer: &mut Transfer,
+    op: &BoundOp,
+    route: &mut Route,
+    (rails, ledger): (&mut Rails, &mut Ledger),
+    link: DirectLink,
+) -> Option<PostOutcome> {
+    let (bytes, priority) = (op.bytes(), transfer.priority);
+    let token = match link.keeps_work {
+        false => Transfer::token(key, None),
+        true => {
+            let receiver = Window { bytes: route.credit, under_way: route.under_way };
+            let mut windows = [ledger.rail_window(link.rail, bytes), receiver].into_iter();
+            if bytes > 0 && !windows.all(|window| window.has_room(priority, bytes)) {
+                return None;
+            }
+            ledger.enter(Slice {
+                owner: key,
+                peer: op.peer,
+                link: (link.rail, link.id),
+                wr: op.wr.clone(),
+                confirm: None,
+                tries: op.tries,
+                posted: now,
+                priority,
+                bytes,
+                queued: route.active()[0].gauge.queued,
+                number: None,
+                order: 0,
+            })
+        }
+    };
+    let posted = rails[link.rail].post(link.id, token, &op.wr);
+    let pending = posted == Ok(Post::Queued);
+    if link.keeps_work && !pending {
+        ledger.take(token);
+    }
+    let waits = || PostOutcome::Part(Deferral { bytes: 0, until: Time::NEVER });
+    Some(match posted {
+        Ok(Post::Full) => waits(),
+        Ok(_) => {
+            if link.keeps_work && pending {
+                route.links_and_selector().0[0].gauge.posted(now, bytes);
+                *route.under_way.of_mut(priority) += bytes;
+            }
+            route.tally.posted(link.rail, priority, bytes, op.tries > 0);
+            transfer.slice_posted((now, link.rail), (bytes, op.tries), None, pending);
+            PostOutcome::All
+        }
+        // Nothing was posted: the link that replaces this one carries it.
+        Err(e) if e.is_loss() && link.heals => waits(),
+        Err(e) => PostOutcome::Failed(link.rail, e),
+    })
 }
 
 /// Handles that the last slice of an operation is posted. If all slices were carried out at once,

@@ -177,9 +177,19 @@ impl Transfer {
         c.pin = None;
     }
 
-    pub fn slice_posted(&mut self, confirm: Option<u32>, pending: bool) {
+    /// A link has accepted a slice. `pending`: it is not done yet.
+    #[inline]
+    pub fn slice_posted(
+        &mut self,
+        (now, rail): (Time, usize),
+        (bytes, tries): (u64, u8),
+        confirm: Option<u32>,
+        pending: bool,
+    ) {
+        self.flight.posted(now, rail, tries > 0);
+        self.unposted = self.unposted.saturating_sub(bytes);
         if !pending {
-            return;
+            return self.flight.acknowledged(now);
         }
         self.outstanding += 1;
         if let Some(c) = confirm {
