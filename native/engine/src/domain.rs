@@ -392,6 +392,20 @@ pub trait Domain: Send {
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
 
+    /// `begin_request`, `post` and `flush` for a request of one work request.
+    #[inline]
+    fn post_alone(
+        &mut self,
+        link: LinkId,
+        token: Token,
+        wr: &WorkRequest,
+    ) -> Result<Post, DomainError> {
+        self.begin_request();
+        let posted = self.post(link, token, wr);
+        self.flush();
+        posted
+    }
+
     /// Advances all links and reports events; false if nothing happened.
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool;
 

@@ -306,12 +306,22 @@ fn write(
     len: u64,
     imm: Option<Imm>,
 ) -> BoundOp {
+    BoundOp::new(dst.peer.key, write_request((src, src_offset), (dst, dst_offset), len, imm))
+}
+
+/// The work request of a checked write.
+#[inline]
+pub(super) fn write_request(
+    (src, src_offset): (&Region, u64),
+    (dst, dst_offset): (&RemoteRegion, u64),
+    len: u64,
+    imm: Option<Imm>,
+) -> WorkRequest {
     let count = imm.map(|i| Count { imm: i.to_wire(), n: 1 });
-    let wr = match count {
+    match count {
         Some(count) if len == 0 => WorkRequest::Count(count),
         count => WorkRequest::Write { data: single(src, src_offset, dst, dst_offset, len), count },
-    };
-    BoundOp::new(dst.peer.key, wr)
+    }
 }
 
 fn paged(

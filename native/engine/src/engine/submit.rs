@@ -13,12 +13,14 @@ use std::{
 };
 
 use super::{
+    bind,
+    driver::Core,
     handle::{self, Handle, HandleOperation},
     Op, Shared,
 };
 use crate::{
     api::{Priority, Span},
-    group::{PeerHold, Submitted},
+    group::{PeerHold, RequestInfo, Submitted},
     EngineError, Result,
 };
 
@@ -56,6 +58,27 @@ impl Shared {
         }
     }
 
+    /// The handle of a request that was posted under the lock.
+    #[inline]
+    fn handle_of(
+        self: &Arc<Self>,
+        sealed: Submitted,
+        name: &'static str,
+        ops: &[Op<'_>],
+        core: &mut Core,
+    ) -> Handle {
+        let key = match sealed {
+            Submitted::Done(result) => return Handle::done(name, result),
+            Submitted::Pending(key) => key,
+        };
+        let pending = handle::HandleState::new(self);
+        pending.needs(self.keep(ops));
+        pending.is_of(HandleOperation::Transfer(key));
+        core.group.attach(key, (pending.clone(), 0));
+        self.set_alarm(core.group.next_deadline());
+        Handle::pending(name, pending)
+    }
+
     #[inline]
     pub(super) fn submit(
         self: &Arc<Self>,
@@ -84,6 +107,19 @@ impl Shared {
         if let Some(mut core) = driver.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
+            if let ([Op::Write { src, dst, len, imm }], None, (false, None)) =
+                (ops, options.rail, (only_prepare, posted))
+            {
+                let (from, to) = ((src.region, src.offset), (dst.region, dst.offset));
+                let wr = bind::write_request(from, to, *len, *imm);
+                let info = RequestInfo { name, span: options.span, priority, timeout };
+                let request = (dst.region.peer.key, &wr);
+                let clock = || self.now();
+                if let Some(sealed) = core.group.post_alone(request, info, clock, &mut core.domains)
+                {
+                    return Ok(self.handle_of(sealed, name, ops, core));
+                }
+            }
             let now = self.now();
             core.domains.iter_mut().for_each(|d| d.begin_request());
             let key = core.group.open(now, called, priority);
@@ -98,17 +134,7 @@ impl Shared {
             let sealed = core.group.seal((now, end), key, timeout);
             self.mark(posted);
             core.domains.iter_mut().for_each(|d| d.flush());
-            return Ok(match sealed {
-                Submitted::Done(result) => Handle::done(name, result),
-                Submitted::Pending(key) => {
-                    let pending = handle::HandleState::new(self);
-                    pending.needs(self.keep(ops));
-                    pending.is_of(HandleOperation::Transfer(key));
-                    core.group.attach(key, (pending.clone(), 0));
-                    self.set_alarm(core.group.next_deadline());
-                    Handle::pending(name, pending)
-                }
-            });
+            return Ok(self.handle_of(sealed, name, ops, core));
         }
         // Another thread holds the lock, and posts the request.
         let mut bound = Vec::with_capacity(ops.len());

@@ -4,6 +4,7 @@
 //! goes out through [`Domain`], results through [`GroupEvents`]. The same code runs under a worker
 //! thread and in the simulator.
 
+mod alone;
 mod attempts;
 mod backlog;
 mod cancel;
@@ -41,6 +42,7 @@ use crate::{
     EngineError,
 };
 
+pub(crate) use alone::RequestInfo;
 use attempts::RailPair;
 use backlog::{Backlog, Waiting};
 use credit::Credits;

@@ -22,8 +22,8 @@ const PARTS: usize = 4;
 /// One in this many small transfers that end within their call is kept, because keeping one takes
 /// longer than the transfer.
 const SAMPLE: u64 = 16;
-/// Longest small transfer, bytes.
-const SMALL: u64 = 4 << 10;
+/// Small transfers are shorter, bytes.
+pub(super) const SMALL: u64 = 4 << 10;
 /// Bits of a set of rails.
 const MAX_RAILS: usize = u32::BITS as usize;
 
@@ -102,7 +102,8 @@ pub(super) struct Recorder {
     on: bool,
     /// The latest time given to [`Self::set_now`].
     pub now: Time,
-    opened: u64,
+    /// Number of requests that have begun: the number of the latest.
+    pub opened: u64,
     ended: Ring<EndedTransfer>,
     failures: Ring<Box<str>>,
     parts: Ring<Part>,
@@ -138,6 +139,12 @@ impl Recorder {
     pub fn open(&mut self, now: Time, span: Span) -> FlightState {
         self.opened += 1;
         FlightState::new(self.opened, now, span)
+    }
+
+    /// Whether the next request is kept if it is small and over when its call returns.
+    #[inline]
+    pub fn samples(&self, span: Span) -> bool {
+        self.on && (!span.is_none() || (self.opened + 1).is_multiple_of(SAMPLE))
     }
 
     /// Something of the request goes to a peer: what goes to the counter of the one before adds up.

@@ -300,6 +300,18 @@ impl Domain for ShmDomain {
         }
     }
 
+    #[inline]
+    fn post_alone(
+        &mut self,
+        link: LinkId,
+        token: Token,
+        wr: &WorkRequest,
+    ) -> Result<Post, DomainError> {
+        // Without `batching` a count wakes the peer by itself.
+        self.inline_left = self.inline_bytes;
+        self.post(link, token, wr)
+    }
+
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let before = out.len();
         out.append(&mut self.completions);

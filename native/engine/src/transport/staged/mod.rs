@@ -163,6 +163,19 @@ impl<D: ControlChannel> Staged<D> {
         (staged || self.is_forced()).then(|| Arc::clone(region))
     }
 
+    /// Whether the transport carries a work request as it is.
+    #[inline]
+    fn passes(&self, wr: &WorkRequest) -> bool {
+        match wr {
+            WorkRequest::Write { data, .. }
+            | WorkRequest::Read { data }
+            | WorkRequest::Prepare { data } => {
+                !self.is_remote_staged(data) && (self.book.is_empty() || self.local(data).is_none())
+            }
+            WorkRequest::Count(_) | WorkRequest::Send(_) => true,
+        }
+    }
+
     fn is_remote_staged(&self, data: &Data) -> bool {
         !self.inner.reaches(data.remote.memory_kind()) || self.is_forced()
     }
@@ -330,21 +343,15 @@ impl<D: ControlChannel> Domain for Staged<D> {
 
     #[inline]
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
+        if self.passes(wr) {
+            return self.inner.post(link, token, wr);
+        }
         let (data, count, write) = match wr {
             WorkRequest::Write { data, count } => (data, *count, true),
             WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None, false),
-            WorkRequest::Count(_) | WorkRequest::Send(_) => {
-                return self.inner.post(link, token, wr);
-            }
+            WorkRequest::Count(_) | WorkRequest::Send(_) => unreachable!("they carry no data"),
         };
-        let remote = self.is_remote_staged(data);
-        let local = match self.book.is_empty() {
-            true => None,
-            false => self.local(data),
-        };
-        if !remote && local.is_none() {
-            return self.inner.post(link, token, wr);
-        }
+        let (local, remote) = (self.local(data), self.is_remote_staged(data));
         if !self.inner.is_up(link) {
             // The group may not have seen the link's end yet. Work posted now, after the link came
             // up and went down in one poll, would never complete (RS-4).
@@ -361,6 +368,22 @@ impl<D: ControlChannel> Domain for Staged<D> {
             token,
             Job::new((link, token), (data.clone(), count, write), local, remote),
         )
+    }
+
+    #[inline]
+    fn post_alone(
+        &mut self,
+        link: LinkId,
+        token: Token,
+        wr: &WorkRequest,
+    ) -> Result<Post, DomainError> {
+        if self.passes(wr) {
+            return self.inner.post_alone(link, token, wr);
+        }
+        self.begin_request();
+        let posted = self.post(link, token, wr);
+        self.flush();
+        posted
     }
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
