@@ -1,6 +1,6 @@
 //! What is due at which time: one queue for all that the group waits for.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 
 use super::{Group, GroupEvents, PeerKey, Rails, TransferKey};
 use crate::time::Time;
@@ -31,30 +31,82 @@ impl Timer {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Timers(BTreeSet<(Time, Timer)>);
+pub(super) struct Timers {
+    /// Deadlines that were set in order: most requests have the same timeout, and end in the order
+    /// in which they began. The first is not stopped.
+    deadlines: VecDeque<DeadlineEntry>,
+    /// Entries of `deadlines` that are stopped.
+    stopped: usize,
+    others: BTreeSet<(Time, Timer)>,
+}
+
+#[derive(Debug)]
+struct DeadlineEntry {
+    at: Time,
+    key: TransferKey,
+    stopped: bool,
+}
+
+/// Stopped deadlines that are kept, beside as many as there are others.
+const MAX_STOPPED: usize = 64;
 
 impl Timers {
     pub fn set(&mut self, at: Time, timer: Timer) {
-        self.0.insert((at, timer));
+        let last = self.deadlines.back().map(|last| (last.at, last.key));
+        match timer {
+            Timer::Deadline(key) if last.is_none_or(|last| last < (at, key)) => {
+                self.deadlines.push_back(DeadlineEntry { at, key, stopped: false });
+            }
+            _ => _ = self.others.insert((at, timer)),
+        }
     }
 
     pub fn stop(&mut self, at: Time, timer: Timer) {
-        self.0.remove(&(at, timer));
+        let Timer::Deadline(key) = timer else {
+            self.others.remove(&(at, timer));
+            return;
+        };
+        if self.deadlines.front().is_some_and(|first| (first.at, first.key) == (at, key)) {
+            self.deadlines.pop_front();
+            while self.deadlines.front().is_some_and(|first| first.stopped) {
+                self.deadlines.pop_front();
+                self.stopped -= 1;
+            }
+            return;
+        }
+        let found = self.deadlines.binary_search_by(|e| (e.at, e.key).cmp(&(at, key)));
+        let entry = found.ok().and_then(|i| self.deadlines.get_mut(i)).filter(|e| !e.stopped);
+        let Some(entry) = entry else {
+            self.others.remove(&(at, timer));
+            return;
+        };
+        entry.stopped = true;
+        self.stopped += 1;
+        if self.stopped > MAX_STOPPED + self.deadlines.len() / 2 {
+            self.deadlines.retain(|e| !e.stopped);
+            self.stopped = 0;
+        }
+    }
+
+    fn first(&self) -> Option<(Time, Timer)> {
+        let deadline = self.deadlines.front().map(|e| (e.at, Timer::Deadline(e.key)));
+        deadline.into_iter().chain(self.others.first().copied()).min()
     }
 
     pub fn next(&self) -> Time {
-        self.0.first().map_or(Time::NEVER, |(at, _)| *at)
+        self.first().map_or(Time::NEVER, |(at, _)| at)
     }
 
     /// Takes the first timer that is due.
     pub fn due(&mut self, now: Time) -> Option<Timer> {
-        self.0.first().filter(|(at, _)| *at <= now)?;
-        self.0.pop_first().map(|(_, timer)| timer)
+        let (at, timer) = self.first().filter(|(at, _)| *at <= now)?;
+        self.stop(at, timer);
+        Some(timer)
     }
 
     /// Transfers whose verdict is awaited.
     pub fn verdicts(&self) -> impl Iterator<Item = TransferKey> + '_ {
-        self.0.iter().filter_map(|(_, timer)| match timer {
+        self.others.iter().filter_map(|(_, timer)| match timer {
             Timer::Verdict(key) => Some(*key),
             _ => None,
         })
@@ -62,11 +114,13 @@ impl Timers {
 
     /// Stops what is set for peers that are forgotten.
     pub fn forget(&mut self, gone: &HashSet<PeerKey>) {
-        self.0.retain(|(_, timer)| timer.peer().is_none_or(|peer| !gone.contains(&peer)));
+        self.others.retain(|(_, timer)| timer.peer().is_none_or(|peer| !gone.contains(&peer)));
     }
 
     pub fn clear(&mut self) {
-        self.0.clear();
+        self.deadlines.clear();
+        self.stopped = 0;
+        self.others.clear();
     }
 }
 
@@ -96,5 +150,50 @@ impl Group {
             }
         }
         any
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn timer(kind: bool, n: u32) -> Timer {
+        match kind {
+            true => Timer::Deadline(TransferKey { slot: n, serial: n }),
+            false => Timer::Verdict(TransferKey { slot: n, serial: n }),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn timers_fire_as_those_of_one_tree(
+            steps in proptest::collection::vec((0u8..4, 0u64..12, any::<bool>(), 0u32..6), 0..60),
+        ) {
+            let (mut timers, mut tree) = (Timers::default(), BTreeSet::new());
+            for (step, at, kind, n) in steps {
+                let (at, timer) = (Time(at), timer(kind, n));
+                match step {
+                    // Each request sets one deadline.
+                    0 | 1 if tree.iter().all(|(_, t)| *t != timer) => {
+                        timers.set(at, timer);
+                        tree.insert((at, timer));
+                    }
+                    2 => {
+                        timers.stop(at, timer);
+                        tree.remove(&(at, timer));
+                    }
+                    3 => {
+                        let due = tree.first().copied().filter(|(first, _)| *first <= at);
+                        prop_assert_eq!(timers.due(at), due.map(|(_, timer)| timer));
+                        due.map(|first| tree.remove(&first));
+                    }
+                    _ => {}
+                }
+                let first = tree.first().map_or(Time::NEVER, |(at, _)| *at);
+                prop_assert_eq!(timers.next(), first);
+            }
+        }
     }
 }
