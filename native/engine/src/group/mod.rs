@@ -301,8 +301,7 @@ impl Group {
                 events.counted(now, count);
             }
             Completion::Done { link, token, result } => {
-                let peer = self.links.get(&(rail, link)).copied();
-                self.on_done(now, (rail, peer), token, result, rails, events);
+                self.on_done(now, (rail, link), token, result, rails, events);
             }
             Completion::Message { link, message } => match self.links.get(&(rail, link)) {
                 Some(peer) => events.message(self.peers[*peer as usize].address.id, message),
@@ -408,7 +407,7 @@ impl Group {
     fn on_done(
         &mut self,
         now: Time,
-        (rail, peer): (usize, Option<PeerKey>),
+        (rail, link): (usize, LinkId),
         token: Token,
         result: Result<(), DomainError>,
         rails: &mut Rails,
@@ -437,7 +436,7 @@ impl Group {
         transfer.flight.timed |= Ledger::is_slice(token);
         if let Err(e) = result {
             transfer.unproven |= e.is_loss();
-            let peer = peer.unwrap_or(transfer.peer);
+            let peer = self.links.get(&(rail, link)).copied().unwrap_or(transfer.peer);
             self.peers[peer as usize].tally.failed(rail, transfer.priority);
             self.fail(now, key, peer, (rails, rail, e));
         }
