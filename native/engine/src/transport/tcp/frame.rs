@@ -42,23 +42,24 @@ pub(super) enum Kind {
 }
 
 impl Kind {
+    /// By their numbers, from 1.
+    const ALL: [Self; 11] = [
+        Self::Write,
+        Self::Read,
+        Self::ReadData,
+        Self::Count,
+        Self::Message,
+        Self::Ack,
+        Self::Nak,
+        Self::MessageResult,
+        Self::Ping,
+        Self::Close,
+        Self::ControlMessage,
+    ];
+
+    #[inline]
     fn from_byte(b: u8) -> Option<Self> {
-        use Kind::*;
-        [
-            Write,
-            Read,
-            ReadData,
-            Count,
-            Message,
-            Ack,
-            Nak,
-            MessageResult,
-            Ping,
-            Close,
-            ControlMessage,
-        ]
-        .into_iter()
-        .find(|k| *k as u8 == b)
+        Self::ALL.get(usize::from(b).checked_sub(1)?).copied()
     }
 }
 

@@ -96,6 +96,8 @@ pub struct TcpDomain {
     peer_timeout: Duration,
     attendance: Attendance,
     completions: Vec<Completion>,
+    /// The operations of one acknowledgement; kept for its memory.
+    acked: Vec<u64>,
     /// Control messages that were received and not taken yet.
     control_messages: VecDeque<(LinkId, Vec<u8>)>,
     poll_sockets_at: Time,
@@ -137,6 +139,7 @@ impl TcpDomain {
             peer_timeout: config.peer_timeout,
             attendance: Attendance::default(),
             completions: Vec::new(),
+            acked: Vec::new(),
             control_messages: VecDeque::new(),
             poll_sockets_at: Time(0),
             now: Time(0),

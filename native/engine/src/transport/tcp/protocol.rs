@@ -323,12 +323,14 @@ impl TcpDomain {
             Kind::Count => {
                 stream.executed += 1;
                 self.on_op_executed(id, header.op, true);
-                out.push(Completion::Count(header.count));
+                report_count(header.count, out);
             }
             Kind::Ack => {
-                for op in stream.acked(header.op)? {
-                    self.part_done(id, op, out);
-                }
+                let mut ops = std::mem::take(&mut self.acked);
+                ops.clear();
+                stream.acked(header.op, &mut ops)?;
+                ops.iter().for_each(|op| self.part_done(id, *op, out));
+                self.acked = ops;
             }
             Kind::ReadData => {
                 let fetch = self.link(id).and_then(|l| l.close_fetch(header.op));
@@ -414,7 +416,7 @@ impl TcpDomain {
         let count = (header.code != 0 && !refused).then_some(header.count);
         if header.parts == 1 {
             self.on_op_executed(id, header.op, !refused);
-            out.extend(count.map(Completion::Count));
+            count.into_iter().for_each(|count| report_count(count, out));
             return Ok(());
         }
         let Some(link) = self.link(id) else { return Ok(()) };
@@ -436,7 +438,7 @@ impl TcpDomain {
             let whole = link.incoming.remove(&header.op);
             if let Some(whole) = whole {
                 self.on_op_executed(id, header.op, !whole.refused);
-                out.extend(whole.count.map(Completion::Count));
+                whole.count.into_iter().for_each(|count| report_count(count, out));
             }
         }
         Ok(())
@@ -453,6 +455,17 @@ impl TcpDomain {
             out.push(Completion::Done { link: id, token, result });
         }
     }
+}
+
+/// Reports a count; successive ones with the same immediate are merged.
+fn report_count(count: Count, out: &mut Vec<Completion>) {
+    if let Some(Completion::Count(last)) = out.last_mut() {
+        if let Some(n) = last.n.checked_add(count.n).filter(|_| last.imm == count.imm) {
+            last.n = n;
+            return;
+        }
+    }
+    out.push(Completion::Count(count));
 }
 
 /// Part `i` of `n` of `bytes` bytes: offset and length.

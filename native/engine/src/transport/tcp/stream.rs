@@ -238,11 +238,11 @@ impl Stream {
         self.unacked.push_back(UnackedOp { op: header.op, end: self.sent + self.unsent });
     }
 
-    /// The peer has executed `done` frames in total; returns their operations.
+    /// The peer has executed `done` frames in total; appends their operations to `ops`.
     ///
     /// # Errors
     /// One of the frames was not sent in full: its memory is still to be read.
-    pub fn acked(&mut self, done: u64) -> Result<Vec<u64>, DomainError> {
+    pub fn acked(&mut self, done: u64, ops: &mut Vec<u64>) -> Result<(), DomainError> {
         let what = "an acknowledgement of a frame that was not sent";
         let unsent = || DomainError::Handshake(what.into());
         let most = self.unacked.len() as u64;
@@ -251,7 +251,8 @@ impl Stream {
             return Err(unsent());
         }
         self.acked = done;
-        Ok(self.unacked.drain(..n).map(|u| u.op).collect())
+        ops.extend(self.unacked.drain(..n).map(|u| u.op));
+        Ok(())
     }
 
     /// Bytes and operations in the way of another frame: unsent ones first, then unacknowledged.
