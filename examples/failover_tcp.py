@@ -9,6 +9,7 @@ import socket
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,8 @@ def break_a_connection(number: int) -> None:
     connected = []
     for name in sorted(os.listdir("/proc/self/fd"), key=int):
         with contextlib.suppress(OSError):
+            if not Path(f"/proc/self/fd/{name}").is_socket():
+                continue
             found = socket.socket(fileno=os.dup(int(name)))
             with contextlib.suppress(OSError):
                 if found.family == socket.AF_INET and found.getpeername():

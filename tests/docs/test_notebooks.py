@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,20 @@ def test_what_needs_a_clone_is_left_out_in_words_elsewhere(
     nbformat.write(notebook, copy)
     [output] = run(copy, tmp_path / "work").cells[-1].outputs
     assert "isn't a clone of the repository" in output.text
+
+
+def test_looking_for_connections_leaves_no_descriptor_open() -> None:
+    notebook = nbformat.read(ROOT / "examples" / "notebooks" / "failover.ipynb", as_version=4)
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    names: dict[str, Any] = {}
+    exec(sources[0], names)
+    connections = next(source for source in sources if "def connections" in source)
+    exec(connections.partition("\n\n\n")[0], names)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+        before = len(os.listdir("/proc/self/fd"))
+        found = {each.getsockname() for each in names["connections"]().values()}
+        assert found >= {end.getsockname() for end in ends}
+        for end in ends:
+            end.close()
+        assert len(os.listdir("/proc/self/fd")) == before - len(ends)
