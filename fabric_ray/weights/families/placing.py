@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 
 import msgspec
@@ -26,7 +27,7 @@ from fabric_ray.weights.families.rules import Cut, Part, Rule, Split, Vocab
 from fabric_ray.weights.families.sharing import shares
 
 
-class Grid(msgspec.Struct, frozen=True):
+class Grid(msgspec.Struct, frozen=True, dict=True):
     """Ranks that share parameters between them: replicas, and in each a rank for every share."""
 
     replicas: tuple[tuple[int, ...], ...]
@@ -35,7 +36,8 @@ class Grid(msgspec.Struct, frozen=True):
     def ways(self) -> int:
         return len(self.replicas[0])
 
-    @property
+    # One tuple for the meshes of all leaves: there are ten thousands of both.
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for replica in self.replicas for rank in replica)
 

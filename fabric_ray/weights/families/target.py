@@ -129,7 +129,8 @@ class _Engine:
         _stacked_only(self.family, self.matches)
         check_shares(config, self.family, self.matches, self.shapes, tp=tp, ep=ep, dp=dp)
         self.grid = self._rows(tp)
-        self.expert_grid = self._rows(self.size)
+        experts = self._rows(self.size)
+        self.expert_grids = [experts.part(self._group(group)) for group in range(ep)]
 
     def _rows(self, size: int) -> Grid:
         starts = range(0, len(self.ranks), size)
@@ -140,8 +141,8 @@ class _Engine:
         if found.rule.per_expert:
             layout = Stack(
                 tuple(
-                    self._fuse(found, expert, self.expert_grid.part(self._group(group)))
-                    for group in range(self.ep)
+                    self._fuse(found, expert, grid)
+                    for group, grid in enumerate(self.expert_grids)
                     for expert in self._owned(found, group)
                 )
             )

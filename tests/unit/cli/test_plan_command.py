@@ -15,10 +15,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from fabric_ray.cli import options
 from fabric_ray.cli.main import app
 from fabric_ray.models import config_to_hf, parameter_shapes
 from fabric_ray.models.presets import PRESETS
-from fabric_ray.weights.forecast import peak_nbytes
+from fabric_ray.plan.types import leaves
+from fabric_ray.weights.forecast import peak_nbytes, pushed_sides
 from tests.unit.models.small_models import SMALL
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
@@ -88,6 +90,15 @@ def test_replicas_of_a_megatron_trainer_share_the_sending() -> None:
     assert told["holders"] == {"2": told["parameters"] * 2 - norms, "4": norms}
     assert min(sent[:4]) > max(sent[4:])
     assert max(sent[:4]) < 1.001 * min(sent[:4])
+
+
+def test_the_ranks_of_a_group_are_kept_once_for_all_its_experts(experts: str) -> None:
+    push = options.push(experts, "fsdp=2", "tp=2,ep=2,engines=4", "bfloat16")
+    _, (_, target) = pushed_sides(push)
+    found = [leaf for each in target.containers for leaf in leaves(each.layout)]
+    meshes = [leaf.mesh for leaf in found if ".experts." in leaf.tensor.name]
+    assert len(meshes) > 2
+    assert len({id(mesh.ranks) for mesh in meshes}) == len({mesh.ranks for mesh in meshes}) == 2
 
 
 def test_fp8_is_half_the_bytes_and_scales(experts: str) -> None:
