@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from fabric_ray.cli import options
+from fabric_ray.cli import options, words
 from fabric_ray.cli.console import facts, ranges, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
@@ -66,8 +65,7 @@ def plan(
     Exits with 2 where there is no such push: an unknown model, sizes that don't fit.
     """
     with errors_in_words(), working("planning") as tell:
-        if not math.isfinite(nic):
-            raise InvalidArgument(f"--nic: got {nic}, expected a number of Gb/s such as 400")
+        words.finite("--nic", nic, "Gb/s such as 400")
         if picture is not None:
             check_picture(picture)
         planned, predicted = forecast(options.push(model, trainer, rollout, dtype))

@@ -28,12 +28,20 @@ def simulate(
     trainer: options.Trainer,
     rollout: options.Rollout,
     dtype: options.Dtype = "bfloat16",
-    nics: Annotated[int, typer.Option(help="NICs of each rank, 1 to 4.")] = 1,
-    gbps: Annotated[float, typer.Option("--gbps", "--nic", help="Gb/s of each NIC.")] = 400.0,
-    latency: Annotated[float, typer.Option(help="us of every delivery, one way.")] = 2.0,
+    nics: Annotated[int, typer.Option(help="NICs of each rank.", min=1, max=4)] = 1,
+    gbps: Annotated[
+        float, typer.Option("--gbps", "--nic", help="Gb/s of each NIC.", min=1e-3, max=1e6)
+    ] = 400.0,
+    latency: Annotated[
+        float, typer.Option(help="us of every delivery, one way.", min=0.0, max=3.6e9)
+    ] = 2.0,
     watermark: Annotated[
         float | None,
-        typer.Option(help="MiB of a trainer's temporary memory; 256, or its largest tensor."),
+        typer.Option(
+            help="MiB of a trainer's temporary memory; 256, or its largest tensor.",
+            min=1e-3,
+            max=2**30,
+        ),
     ] = None,
     gather: Annotated[
         bool, typer.Option("--gather", help="Gather whole tensors before sending them.")
@@ -41,7 +49,9 @@ def simulate(
     costs: Annotated[
         str, typer.Option(help="us of a call, instead of fabric-lib's: h2d=0,submit=5,...")
     ] = "",
-    page: Annotated[float, typer.Option(help="MiB that are simulated as one write.")] = 4.0,
+    page: Annotated[
+        float, typer.Option(help="MiB that are simulated as one write.", min=1e-3, max=1024.0)
+    ] = 4.0,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -69,9 +79,13 @@ def simulate(
     with errors_in_words(), working("planning") as tell:
         if plot is not None:
             check_picture(plot, option="--sensitivity")
-        page_nbytes = words.mebibytes("--page", page)
+        page_nbytes = _nbytes("--page", page, "MiB such as 4")
+        words.finite("--gbps", gbps, "Gb/s such as 400")
+        words.finite("--latency", latency, "us such as 2")
         cluster = Cluster(nics=nics, gbps=gbps, latency=latency / 1e6, page=page_nbytes)
-        kept = None if watermark is None else words.mebibytes("--watermark", watermark)
+        kept = None
+        if watermark is not None:
+            kept = _nbytes("--watermark", watermark, "MiB such as 256")
         setting = Setting(cluster=cluster, costs=words.costs(costs), watermark=kept, gather=gather)
         push = options.push(model, trainer, rollout, dtype)
         planned, _ = forecast(push)
@@ -88,6 +102,10 @@ def simulate(
         return
     rows = _rows(f"{model}, pushed as {dtype}", planned, simulated, setting, known)
     stdout().print(facts(rows))
+
+
+def _nbytes(option: str, mebibytes: float, example: str) -> int:
+    return round(words.finite(option, mebibytes, example) * 2**20)
 
 
 def summary(simulated: Simulated, setting: Setting, known: Published | None) -> dict[str, Any]:

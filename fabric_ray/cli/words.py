@@ -104,15 +104,15 @@ def costs(text: str) -> Costs:
     return Costs(**found)
 
 
-def mebibytes(option: str, number: float) -> int:
-    """Bytes of so many MiB.
+def finite(option: str, number: float, example: str) -> float:
+    """The number.
 
     Raises:
-        InvalidArgument: it isn't a finite number.
+        InvalidArgument: it is not finite.
     """
     if not math.isfinite(number):
-        raise InvalidArgument(f"{option} {number}: give a number of MiB")
-    return round(number * 2**20)
+        raise InvalidArgument(f"{option}: got {number}, expected a number of {example}")
+    return number
 
 
 def _quantised(text: str) -> Format:

@@ -69,9 +69,10 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
     """
     balance, page = plan.balance(), setting.cluster.page
     if balance.nbytes // page > MAX_WRITES:
+        least = -(-balance.nbytes // MAX_WRITES)
         raise InvalidArgument(
-            f"pages of {page} bytes: got {balance.nbytes // page:,} writes of them, expected at "
-            f"most {MAX_WRITES:,}; give pages of {-(-balance.nbytes // MAX_WRITES)} bytes or more"
+            f"page: got {page} bytes, which makes {balance.nbytes // page:,} writes, expected at "
+            f"most {MAX_WRITES:,}; give {least} bytes ({least / 2**20:.3g} MiB) or more"
         )
     held, (sent, _) = pushed_sides(push)
     tasks = Tasks(held, sent, push.formats, setting)

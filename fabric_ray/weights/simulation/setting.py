@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
@@ -39,6 +37,8 @@ PER_CALL = ("h2d", "gather", "fuse", "quantise", "submit", "request")
 """The costs that are times."""
 
 
+# At a lower rate the time of a large push would pass what the virtual clock counts.
+_SLOWEST_GBPS, _FASTEST_GBPS = 1e-3, 1e6
 _LONGEST_S = 3600.0
 # The largest work request of the simulated NICs.
 _LARGEST_PAGE = 1 << 30
@@ -59,14 +59,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.nics <= 4:
-            raise InvalidArgument(f"{self.nics} NICs: an engine drives 1 to 4 for each rank")
-        rate = 0 < self.gbps < math.inf
-        if not (rate and 0 <= self.latency <= _LONGEST_S and 1 <= self.page <= _LARGEST_PAGE):
-            raise InvalidArgument(
-                f"NICs of {self.gbps} Gb/s with {self.latency} s of latency and pages of "
-                f"{self.page} bytes: give a rate above 0, a latency from 0 to {_LONGEST_S:g} s, "
-                f"and pages of 1 to {_LARGEST_PAGE} bytes"
-            )
+            raise InvalidArgument(f"nics: got {self.nics}, expected 1 to 4 for each rank")
+        for name, value, least, most, unit in (
+            ("gbps", self.gbps, _SLOWEST_GBPS, _FASTEST_GBPS, "Gb/s"),
+            ("latency", self.latency, 0, _LONGEST_S, "seconds"),
+            ("page", self.page, 1, _LARGEST_PAGE, "bytes"),
+        ):
+            if not least <= value <= most:
+                raise InvalidArgument(f"{name}: got {value:g}, expected {least:g} to {most} {unit}")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,5 +83,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.watermark is not None and self.watermark < 1:
             raise InvalidArgument(
-                f"a watermark of {self.watermark} bytes: give 1 or more, or none for the default"
+                f"watermark: got {self.watermark} bytes, expected 1 or more; leave it out for the "
+                "default"
             )
