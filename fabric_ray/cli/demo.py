@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from fabric_ray.cli.console import stdout
-from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
+from fabric_ray.cli.ending import Code, Commands, ended_by_sigterm, errors_in_words, fail
 from fabric_ray.cli.options import Json
 from fabric_ray.cli.progress import working
 from fabric_ray.demo import options
@@ -162,7 +162,7 @@ def _run(
     lines = nullcontext(partial(console.print, highlight=False, markup=False))
     # Ray says on stdout that a worker was killed, where the result alone belongs.
     quiet: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
-    with errors_in_words(), quiet, telling or lines as tell:
+    with ended_by_sigterm(), errors_in_words(), quiet, telling or lines as tell:
         outcome = module.run(asked, tell)
     if as_json:
         typer.echo(json.dumps(outcome.summary()))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -32,6 +36,8 @@ class Code(IntEnum):
     """It can't be done as asked; one sentence on stderr says why."""
     INTERRUPTED = 130
     """Ctrl-C, while there was more to do."""
+    TERMINATED = 143
+    """SIGTERM, in a command that has files or processes to remove first."""
     UNREAD = 141
     """The reader of stdout closed it, as ``head`` does; what a shell says of SIGPIPE."""
 
@@ -54,6 +60,36 @@ def errors_in_words() -> Iterator[None]:
         fail(str(error))
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end what is within as Ctrl-C does, so that it removes its files and processes,
+    and then the command, with :attr:`Code.TERMINATED`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal received
+        received = True
+        # Ray passes on this exception alone.
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise typer.Exit(Code.TERMINATED) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# What a write to a file on a full disk ends with.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 class Commands(TyperGroup):
     """All commands: what is typed wrongly ends as everything else does that can't be done."""
 
@@ -68,6 +104,14 @@ class Commands(TyperGroup):
             if isinstance(end.__context__, BrokenPipeError):
                 raise SystemExit(Code.UNREAD) from None
             raise
+        except OSError as error:
+            if error.errno not in _FULL or error.filename is not None:
+                raise
+            typer.echo(f"fabric-ray: stdout can't be written: {error.strerror}", err=True)
+            # Python would write the rest when it exits, and end with a code of its own.
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
+            raise SystemExit(Code.IMPOSSIBLE) from None
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +56,8 @@ def cluster(address: str | None) -> Iterator[None]:
             # Ray itself would try for a minute where nothing listens.
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         if not running:
-            ray.init(address=address or "local", **settings)
+            with sigterm_handler_kept():
+                ray.init(address=address or "local", **settings)
     except OSError as error:
         raise InvalidArgument(
             f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
@@ -70,6 +73,15 @@ def cluster(address: str | None) -> Iterator[None]:
     finally:
         if not running:
             ray.shutdown()
+
+
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Ray's own handlers abort the process, which then leaves its files."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from typer.testing import CliRunner
 
 from fabric_ray import __version__, observe
 from fabric_ray.cli.console import facts, stdout
-from fabric_ray.cli.ending import Code
+from fabric_ray.cli.ending import Code, ended_by_sigterm
 from fabric_ray.cli.main import app
+from fabric_ray.demo.common import sigterm_handler_kept
 from fabric_ray.inference.presets import tiny
 from fabric_ray.models.hf import config_to_hf
 
@@ -357,6 +359,36 @@ def test_progress_is_shown_at_a_terminal(arguments: str, words: str) -> None:
     shown, printed, _ = shown_at_a_terminal(*arguments.split())
     assert words in shown
     json.loads(printed)
+
+
+def test_a_result_that_finds_no_room_ends_in_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "--version"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr == "fabric-ray: stdout can't be written: No space left on device\n"
+    assert done.returncode == Code.IMPOSSIBLE
+
+
+def test_sigterm_ends_a_demo_as_ctrl_c_does() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    closed: list[signal.Signals] = []
+
+    def run_until(number: signal.Signals) -> None:
+        with ended_by_sigterm(), ExitStack() as stack:
+            stack.callback(closed.append, number)
+            with sigterm_handler_kept():
+                # Ray leaves a handler in C++, which aborts.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    with pytest.raises(typer.Exit) as end:
+        run_until(signal.SIGTERM)
+    assert end.value.exit_code == Code.TERMINATED
+    with pytest.raises(KeyboardInterrupt):
+        run_until(signal.SIGINT)
+    assert closed == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.long
