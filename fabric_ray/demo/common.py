@@ -58,7 +58,13 @@ def cluster(address: str | None) -> Iterator[None]:
         if not running:
             with sigterm_handler_kept():
                 ray.init(address=address or "local", **settings)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if not address:
+            raise FabricError(
+                f"Ray can't be started here ({error}); set HOME and RAY_TMPDIR to directories that "
+                "can be written, RAY_TMPDIR to a short path, or name a cluster that runs by "
+                "--address or RAY_ADDRESS"
+            ) from error
         raise InvalidArgument(
             f"no Ray cluster answers at {address} ({error}); name one that runs by --address or "
             "RAY_ADDRESS, or none to have Ray started here"

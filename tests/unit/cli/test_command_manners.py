@@ -113,6 +113,7 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         (f"trace {__file__}", Code.IMPOSSIBLE, "no flight records"),
         ("demo weights --trainers 0", Code.IMPOSSIBLE, "--trainers: got 0, expected at least 1"),
         ("demo weights --checkpoint /no/such/folder", Code.IMPOSSIBLE, "not a directory"),
+        ("demo moe --address garbage", Code.IMPOSSIBLE, "no Ray cluster answers at garbage"),
         ("demo weights --address 127.0.0.1:1", Code.IMPOSSIBLE, "no Ray cluster answers at 127."),
         ("demo kvcache --clients 0", Code.IMPOSSIBLE, "--clients: got 0"),
         ("demo kvcache --model nope", Code.IMPOSSIBLE, "fabric-ray: model 'nope' is neither"),
@@ -368,6 +369,16 @@ def test_a_result_that_finds_no_room_ends_in_one_sentence() -> None:
         )
     assert done.stderr == "fabric-ray: stdout can't be written: No space left on device\n"
     assert done.returncode == Code.IMPOSSIBLE
+
+
+def test_a_folder_that_ray_can_not_start_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 110)))
+    done = run("demo", "moe", "--steps", "1")
+    assert done.exit_code == Code.IMPOSSIBLE
+    assert re.search("Ray can't be started here .*, RAY_TMPDIR to a short path", done.output)
 
 
 def test_sigterm_ends_a_demo_as_ctrl_c_does() -> None:
