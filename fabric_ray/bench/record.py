@@ -29,6 +29,7 @@ from fabric_ray.bench.results import (
     whole_lines,
 )
 from fabric_ray.bench.table import print_absent, print_report
+from fabric_ray.errors import given_path
 
 OUT = Path("bench-results")
 
@@ -54,7 +55,11 @@ class Results:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         here = machine()
-        if path.exists():
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a file; give the path of one")
+        if _ended_at_once(path):
+            os.truncate(path, 0)
+        elif path.exists():
             report = load(path)
             _check_machine(path, report, here)
             self.rows = {row.key: row for row in report.rows}
@@ -91,9 +96,21 @@ class Results:
         self._append(End(seconds=seconds, load=os.getloadavg(), left_behind=self.left_behind))
 
     def _append(self, line: Run | Row | End) -> None:
-        if self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
+        if self.path is None:
+            return
+        # A file that took a line in part takes no other.
+        path, self.path = self.path, None
+        with given_path(path), path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        self.path = path
+
+
+def _ended_at_once(path: Path) -> bool:
+    """Whether a run made the file, and ended before its first line was whole."""
+    if not path.exists() or whole_lines(path):
+        return False
+    begin = b'{"line":"run",'
+    return begin.startswith(path.read_bytes()[: len(begin)])
 
 
 def _check_machine(path: Path, report: Report, here: Machine) -> None:

@@ -84,7 +84,8 @@ def bench(
             stdout().print(_table(results.rows.values()))
         raise
     finally:
-        results.end()
+        with errors_in_words():
+            results.end()
     if as_json:
         facts = {name: getattr(report, name) for name in ("cpu", "cores", "turns", "seconds")}
         typer.echo(json.dumps(facts | {"figures": [*_flat(report.rows)]}))

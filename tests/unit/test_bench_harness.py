@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from benchmarks.harness.schedule import Plan, operations_and_samples, run_cases
 from fabric_ray.bench import record, stats
 from fabric_ray.bench.record import Results
 from fabric_ray.bench.results import RowHeader, load, row_of_turns
+from fabric_ray.errors import InvalidArgument
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
@@ -140,6 +142,30 @@ def test_an_interrupted_run_keeps_what_it_has_measured_and_is_resumed(tmp_path: 
     report = load(path)
     assert [len(row.figures[0].turns) for row in report.rows] == [5, 5]
     assert len(report.runs) == 2
+
+
+def test_a_disk_that_is_full_is_named_and_the_run_is_resumed(tmp_path: Path) -> None:
+    path, limits = tmp_path / "run.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    row = row_of_turns(RowHeader(key="a/b", unit="us"), {"floor": ("floor", [1.0, 2.0])})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        with pytest.raises(InvalidArgument, match=r"run\.jsonl: File too large"):
+            Results(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.stat().st_size == 64
+        results = Results(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 64, limits[1]))
+        with pytest.raises(InvalidArgument, match=r"run\.jsonl: File too large"):
+            results.add(row)
+        results.end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resumed = Results(path)
+    assert not resumed.rows
+    resumed.add(row)
+    assert len(load(path).rows) == 1
+    with pytest.raises(ValueError, match="/dev/zero is not a file"):
+        Results(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"line":"end","seconds":1,"load":[0,0,0]}\n'])
