@@ -1,4 +1,4 @@
-"""A rank leaves once it has its own sums, without loss to others."""
+"""A rank leaves once it has its own sums, without loss to others; or others leave it out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray import TransferEngine
+from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import AllToAll, ThroughputAllToAll
 from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.deepep.normal import Normal
 from fabric_ray.moe.exchanges import Exchanges
-from tests.moe_ranks import ThreadComm, batch, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M = 6, 3, 8, 40
 LATE = 0.3
@@ -121,3 +121,36 @@ def test_a_healthy_destroy_reports_no_loss(
         on_ranks(4, work)
         time.sleep(0.5)  # records come from a thread of their own
     assert [record.getMessage() for record in caplog.records] == []
+
+
+@on_all_ranks(3)
+def test_rs_4_a_rank_that_waits_for_one_that_another_masked_is_not_given_up(
+    comm: ThreadComm,
+) -> None:
+    """Rank 0 masks rank 2, and waits for rank 1 in the next exchange. Rank 1 waits for rank 2 in
+    the one before, which waits for rank 0 there at first, and then makes no call."""
+    buffer = Buffer(low_latency_mode=True, enable_shrink=True, comm=comm, timeout=3.0)
+    x, idx, w = batch(comm.rank(), 8, 6, 3, 256)
+    idx[0] = torch.tensor([4, -1, -1])  # each rank has rows for rank 2
+
+    def step(masked: int | None = None) -> None:
+        if masked is not None:
+            # Ranks 1 and 2 wait in the exchange by then.
+            time.sleep(0.5)
+            buffer.low_latency_update_mask_buffer(masked, mask=True)
+        y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 6, use_fp8=False)
+        assert isinstance(y, torch.Tensor)
+        buffer.low_latency_combine(y, idx, w, handle)
+
+    step()
+    comm.all_gather(b"")
+    if comm.rank() == 2:
+        with pytest.raises(errors.PeerLost, match=r"ranks \[0\] have left this one out"):
+            step()
+    else:
+        step(masked=2 if comm.rank() == 0 else None)
+        for _ in range(3):
+            step()
+        assert [*buffer.lost] == [2]
+    comm.all_gather(b"")
+    buffer.leave()

@@ -11,6 +11,7 @@ use super::{
     conditions::Condition,
     link::{ExportedRegions, MessageKind, PeerEndpoint, PeerLink, MESSAGE_KINDS},
     state::{ExchangeState, LostPeer},
+    waiting_signals::WaitingSignals,
     AllToAll, Inner,
 };
 use crate::{
@@ -128,6 +129,8 @@ impl AllToAll {
             )));
         };
         let link_id = state.new_link_id();
+        let engines = (inner.engine.id(), peer.id());
+        let waiting = WaitingSignals::of(engines, &exported.counters);
         let endpoint = PeerEndpoint {
             rank,
             link_id,
@@ -136,6 +139,7 @@ impl AllToAll {
             rows,
             counters: export.counters,
             exported,
+            waiting,
             stores: OnceLock::new(),
         };
         state.lost.retain(|l| l.rank != rank);

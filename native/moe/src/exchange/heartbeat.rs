@@ -5,6 +5,9 @@
 //! given up when neither awaited data nor this signal has arrived for the timeout. So only the rank
 //! that stalled is given up.
 //!
+//! A rank makes calls of several exchanges in turn, and waits in one of them. So its signals in all
+//! exchanges of its engine count ([`WaitingSignals`]).
+//!
 //! Silence is counted in heartbeats.
 
 use std::{sync::Arc, time::Duration};
@@ -17,6 +20,7 @@ use super::{
     device::Device,
     link::{MessageKind, PeerLink},
     state::ExchangeState,
+    waiting_signals::WaitingSignals,
     Inner,
 };
 use crate::phase::Phase;
@@ -32,7 +36,7 @@ const MAX_WAIT_TIMEOUTS: u32 = 12;
 /// The activity of a rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PeerActivity {
-    /// Number of its waiting signals.
+    /// Number of its waiting signals, in all exchanges that there were at the last heartbeat.
     waiting_signals: u64,
     /// Awaited data has arrived since the last heartbeat.
     pub data_arrived: bool,
@@ -42,6 +46,13 @@ pub struct PeerActivity {
     silent_heartbeats: u32,
     /// This rank's waiting signal to it is in flight.
     pub signal_in_flight: bool,
+}
+
+impl PeerActivity {
+    /// That of a peer that has done nothing since.
+    pub fn after(signals: &WaitingSignals) -> Self {
+        Self { waiting_signals: signals.count(), ..Self::default() }
+    }
 }
 
 impl ExchangeState {
@@ -71,12 +82,12 @@ impl ExchangeState {
         for rank in self.others() {
             let awaited = self.awaits(rank);
             let Some(link) = self.link(rank) else { continue };
-            let words = link.endpoint.exported.counters[MessageKind::Waiting as usize].arrived();
+            let signals = link.endpoint.waiting.count();
             let activity = &mut link.activity;
             let came = std::mem::take(&mut activity.data_arrived);
-            let word = std::mem::replace(&mut activity.waiting_signals, words) != words;
-            let sign = came || word;
-            activity.waits = if sign { word } else { activity.waits };
+            let signaled = std::mem::replace(&mut activity.waiting_signals, signals) < signals;
+            let sign = came || signaled;
+            activity.waits = if sign { signaled } else { activity.waits };
             activity.silent_heartbeats =
                 if sign || awaited.is_none() { 0 } else { activity.silent_heartbeats + 1 };
             // The first interval may have begun before the wait.

@@ -13,6 +13,7 @@ use fabric_engine::{
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
     heartbeat::PeerActivity,
+    waiting_signals::WaitingSignals,
 };
 
 /// Number of kinds, and of counters of a peer.
@@ -95,6 +96,8 @@ pub struct PeerEndpoint {
     pub rows: RemoteRegion,
     pub counters: [CounterRef; MESSAGE_KINDS],
     pub exported: ExportedRegions,
+    /// In all exchanges of the two engines.
+    pub waiting: Arc<WaitingSignals>,
     /// Mapping of the peer's rows for this rank's device, or the reason why there is none.
     pub stores: OnceLock<Result<Arc<PeerMapping>, String>>,
 }
@@ -192,6 +195,7 @@ pub struct InboundState {
 
 impl PeerLink {
     pub fn new(endpoint: PeerEndpoint) -> Self {
+        let activity = PeerActivity::after(&endpoint.waiting);
         Self {
             endpoint: Arc::new(endpoint),
             exchanges: 0,
@@ -200,7 +204,7 @@ impl PeerLink {
             awaits_fence: false,
             data_in_flight: 0,
             control_in_flight: 0,
-            activity: PeerActivity::default(),
+            activity,
             outbound: OutboundState::default(),
             inbound: InboundState::default(),
             rows_out: 0,

@@ -14,6 +14,7 @@ mod outcomes;
 mod rows;
 mod state;
 mod wait_times;
+mod waiting_signals;
 
 use std::{
     fmt,

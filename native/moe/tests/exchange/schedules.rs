@@ -3,7 +3,7 @@
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test exchange schedules`
 
-use std::{cell::Cell, sync::Arc, time::Duration};
+use std::{cell::RefCell, sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, EngineId},
@@ -34,15 +34,20 @@ enum Turn {
     Over,
 }
 
+/// Calls of a rank go to its exchanges in turn.
+struct Turns {
+    all: AllToAll,
+    /// Carries the exchange out, on some ranks.
+    kernels: Option<Kernels>,
+}
+
 pub struct Rank {
     pub rank: u32,
     engine: Arc<TransferEngine>,
     /// Until it leaves.
-    all: Option<AllToAll>,
+    exchanges: Vec<Turns>,
     /// The ranks it had lost by then.
     lost: Vec<LostPeer>,
-    /// Carries the exchange out, on some ranks.
-    kernels: Option<Kernels>,
     /// A device is busy until then.
     wakes: Time,
     turn: Turn,
@@ -56,13 +61,13 @@ pub struct Rank {
     steps: u32,
     pub stall: Option<Stall>,
     /// Ranks that it has given up, as far as was noted.
-    known_lost: Cell<usize>,
+    known_lost: RefCell<Vec<u32>>,
 }
 
 impl Drop for Rank {
     /// Exchanges that linger for others would wait forever: their engine is not driven any more.
     fn drop(&mut self) {
-        self.all = None;
+        self.exchanges.clear();
         self.engine.close();
     }
 }
@@ -79,7 +84,7 @@ impl Stall {
     /// Whether the rank's caller or device does nothing any more. One that stores to peers' memory
     /// ends that first: what it may still write can't be used again (MR-1).
     fn begins(&self, rank: &Rank) -> bool {
-        self.after <= rank.steps && !rank.kernels.as_ref().is_some_and(Kernels::is_storing)
+        self.after <= rank.steps && !rank.kernels().any(Kernels::is_storing)
     }
 }
 
@@ -93,20 +98,44 @@ pub struct Sum {
 }
 
 impl Rank {
-    /// Its exchange; not to be asked for when it has left.
-    fn all(&self) -> &AllToAll {
-        self.all.as_ref().unwrap()
+    /// Its exchanges; none when it has left.
+    fn all(&self) -> impl Iterator<Item = &AllToAll> {
+        self.exchanges.iter().map(|one| &one.all)
     }
 
-    /// The ranks it has lost.
+    fn kernels(&self) -> impl Iterator<Item = &Kernels> {
+        self.exchanges.iter().filter_map(|one| one.kernels.as_ref())
+    }
+
+    /// The exchange that its calls go to.
+    fn turns(&self) -> Option<&Turns> {
+        self.exchanges.get(self.exchange as usize % self.exchanges.len().max(1))
+    }
+
+    /// The ranks it has lost, in any exchange.
     pub fn lost(&self) -> Vec<LostPeer> {
-        self.all.as_ref().map_or_else(|| self.lost.clone(), AllToAll::lost)
+        let mut lost = self.lost.clone();
+        for one in self.all().flat_map(AllToAll::lost) {
+            if lost.iter().all(|l| l.rank != one.rank) {
+                lost.push(one);
+            }
+        }
+        lost
+    }
+
+    /// Gives up in all exchanges the ranks that it has lost in one, before a call.
+    fn follow(&self) {
+        for lost in self.lost() {
+            for all in self.all().filter(|all| all.present()[lost.rank as usize]) {
+                all.mask(lost.rank, &lost.cause).unwrap();
+            }
+        }
     }
 
     /// It has what it wants.
     fn leave(&mut self) {
         self.lost = self.lost();
-        self.all = None;
+        self.exchanges.clear();
     }
 
     fn batch(&self) -> &Batch {
@@ -153,6 +182,7 @@ impl Run {
     /// With so many ranks, if that is given.
     pub fn of(seed: u64, with_kernels: bool, ranks: Option<u32>) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
+        let exchanges = rng.usize(1..=2);
         let config = SimConfig {
             seed,
             delay: 500..[2_000, 50_000, MS][rng.usize(..3)],
@@ -182,23 +212,26 @@ impl Run {
                 ..EngineConfig::default()
             };
             let engine = net.engine_with_rails(config, rails).unwrap();
-            let (all, kernels) = match on_kernels.contains(&rank) {
-                true => {
-                    let stores = rng.u32(..4) > 0;
-                    let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank, stores);
-                    (all, Some(kernels))
-                }
-                false => (AllToAll::new(Arc::clone(&engine), shape, rank).unwrap(), None),
+            let stores = rng.u32(..4) > 0;
+            let open = |_| {
+                let (all, kernels) = match on_kernels.contains(&rank) {
+                    true => {
+                        let (all, kernels) = Kernels::new(Arc::clone(&engine), shape, rank, stores);
+                        (all, Some(kernels))
+                    }
+                    false => (AllToAll::new(Arc::clone(&engine), shape, rank).unwrap(), None),
+                };
+                all.set_timeout(TIMEOUT);
+                Turns { all, kernels }
             };
-            all.set_timeout(TIMEOUT);
+            let exchanges = (0..exchanges).map(open).collect();
             let batches = vec![Batch::random(&mut rng, &shape, None)];
             let turn = Turn::Dispatch;
             Rank {
                 rank,
                 engine,
-                all: Some(all),
+                exchanges,
                 lost: Vec::new(),
-                kernels,
                 wakes: Time(0),
                 turn,
                 exchange: 0,
@@ -207,17 +240,20 @@ impl Run {
                 left_out: 0,
                 steps: 0,
                 stall: None,
-                known_lost: Cell::new(0),
+                known_lost: RefCell::default(),
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
-        let descriptors: Vec<Vec<u8>> =
-            ranks.iter().map(|r| r.all().descriptor(None).unwrap()).collect();
-        for rank in &ranks {
-            for (_, descriptor) in
-                descriptors.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize)
-            {
-                rank.all().admit(descriptor).unwrap();
+        for which in 0..exchanges {
+            let all = |rank: &Rank| rank.all().nth(which).unwrap().descriptor(None).unwrap();
+            let descriptors: Vec<Vec<u8>> = ranks.iter().map(all).collect();
+            for rank in &ranks {
+                let all = rank.all().nth(which).unwrap();
+                for (_, descriptor) in
+                    descriptors.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize)
+                {
+                    all.admit(descriptor).unwrap();
+                }
             }
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();
@@ -256,7 +292,7 @@ impl Run {
                         self.ranks[i].wakes = Time(now + lasts);
                     }
                     // A device does its work when it comes to it.
-                    if self.pace == 0 && self.ranks[i].kernels.is_some() {
+                    if self.pace == 0 && self.ranks[i].kernels().next().is_some() {
                         let stalls = self.faults && self.rng.u32(..self.steady) == 0;
                         self.links |= stalls;
                         let busy = if stalls { 400 * MS } else { MS };
@@ -291,13 +327,13 @@ impl Run {
         let alive = self.ranks.iter().filter(|r| !r.has_stopped());
         sum.ranks += self.ranks.len() as u64;
         sum.left_out += alive.clone().map(|r| u64::from(r.left_out)).sum::<u64>();
-        let kernels = self.ranks.iter().filter_map(|r| r.kernels.as_ref());
+        let kernels = self.ranks.iter().flat_map(Rank::kernels);
         sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
             let lost = rank.lost();
             let blameless = |l: &fabric_moe::LostPeer| {
                 let of = &self.ranks[l.rank as usize];
-                !self.killed.contains(&l.rank) && !of.has_stopped() && of.all.is_some()
+                !self.killed.contains(&l.rank) && !of.has_stopped() && !of.exchanges.is_empty()
             };
             if !self.faults && rank.left_out > 0 && self.ranks.iter().all(|r| !r.has_stopped()) {
                 return Err(format!("rank {} went without answers: {lost:?}", rank.rank));
@@ -321,12 +357,12 @@ impl Run {
             *since = since.or(rank.has_stopped().then_some(now));
         }
         for rank in self.ranks.iter().filter(|r| !r.has_stopped()) {
-            let lost = rank.lost();
-            for l in &lost[rank.known_lost.get()..] {
+            let mut known = rank.known_lost.borrow_mut();
+            for l in rank.lost().iter().filter(|l| !known.contains(&l.rank)) {
                 let since = self.stopped[l.rank as usize].unwrap_or(now);
                 self.slowest = self.slowest.max(now.0 - since.0);
             }
-            rank.known_lost.set(lost.len());
+            *known = rank.lost().iter().map(|l| l.rank).collect();
         }
     }
 
@@ -339,9 +375,9 @@ impl Run {
                 Turn::Sum => "sums",
                 Turn::Over => "is over",
             };
-            let turn =
-                r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
-            let quiet = r.all.as_ref().is_none_or(AllToAll::is_quiesced);
+            let kernels = r.turns().and_then(|one| one.kernels.as_ref());
+            let turn = kernels.map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
+            let quiet = r.all().all(AllToAll::is_quiesced);
             let quiet = if quiet { "" } else { ", not quiet" };
             let lost = r.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
@@ -363,8 +399,10 @@ impl Run {
         if matches!(rank.turn, Turn::Over) {
             return Ok(false);
         }
-        let Some(all) = rank.all.as_ref() else { return Ok(false) };
-        if let Some(kernels) = rank.kernels.as_mut() {
+        rank.follow();
+        let at = exchange % rank.exchanges.len().max(1);
+        let Some(Turns { all, kernels }) = rank.exchanges.get_mut(at) else { return Ok(false) };
+        if let Some(kernels) = kernels {
             all.check().map_err(said)?;
             match kernels.step(all, &rank.batches[rank.exchange as usize], combine) {
                 Outcome::Waits => return Ok(false),
@@ -385,7 +423,7 @@ impl Run {
                 if !all.may_dispatch() {
                     return Ok(false);
                 }
-                rank.batch().send(all).map_err(said)?;
+                rank.batches[exchange].send(all).map_err(said)?;
                 rank.turn = Turn::Collect { placing: None, handed: Handed::default() };
             }
             Turn::Collect { placing, handed } => {
@@ -418,7 +456,7 @@ impl Run {
                 if !all.answered() {
                     return Ok(false);
                 }
-                let (sums, left_out) = sums(all, rank.batch()).map_err(said)?;
+                let (sums, left_out) = sums(all, &rank.batches[exchange]).map_err(said)?;
                 self.summed(i, &sums, &left_out)?;
             }
         }
@@ -428,7 +466,7 @@ impl Run {
     /// What a rank was handed is what others sent.
     fn collected(&self, i: usize) -> Result<(), String> {
         let rank = &self.ranks[i];
-        let handed = match (&rank.kernels, &rank.turn) {
+        let handed = match (rank.turns().and_then(|one| one.kernels.as_ref()), &rank.turn) {
             (Some(kernels), _) => kernels.handed(),
             (None, Turn::Collect { placing: Some(placing), handed }) => {
                 (handed, placing.counts.as_slice(), placing.starts.as_slice())
