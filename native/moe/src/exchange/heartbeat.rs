@@ -80,25 +80,32 @@ impl ExchangeState {
         let most = most.min(u128::from(u32::MAX - 1)) as u32;
         let mut silent = Vec::new();
         for rank in self.others() {
-            let awaited = self.awaits(rank);
+            let (awaited, told) = (self.awaits(rank), self.was_given_up_by(rank));
             let Some(link) = self.link(rank) else { continue };
             let signals = link.endpoint.waiting.count();
             let activity = &mut link.activity;
             let came = std::mem::take(&mut activity.data_arrived);
             let signaled = std::mem::replace(&mut activity.waiting_signals, signals) < signals;
-            let sign = came || signaled;
+            let sign = came || signaled && !told;
             activity.waits = if sign { signaled } else { activity.waits };
             activity.silent_heartbeats =
                 if sign || awaited.is_none() { 0 } else { activity.silent_heartbeats + 1 };
-            // The first interval may have begun before the wait.
+            // The first interval may have begun before the wait. What a rank sent before it gave
+            // this one up may still be on its way.
+            let most = if told { 1 } else { most };
             silent.extend(
-                awaited.filter(|_| activity.silent_heartbeats > most).map(|kind| (rank, kind)),
+                awaited
+                    .filter(|_| activity.silent_heartbeats > most)
+                    .map(|kind| (rank, kind, told)),
             );
         }
-        for (rank, kind) in silent {
-            let cause = format!(
-                "nothing of it has come for {timeout:?}, nor a signal that it waits for another rank"
-            );
+        for (rank, kind, told) in silent {
+            let cause = match told {
+                true => "it has given this rank up".to_owned(),
+                false => format!(
+                    "nothing of it has come for {timeout:?}, nor a signal that it waits for another rank"
+                ),
+            };
             self.give_up(rank, kind, cause, actions);
         }
         self.signal_waiting(actions);
@@ -332,6 +339,20 @@ mod tests {
         }
         drop(state);
         assert!(all[0].lost().is_empty());
+    }
+
+    #[test]
+    fn a_rank_that_has_given_this_one_up_is_not_awaited_for_the_timeout() {
+        let (mut net, all) = pair();
+        // Its routes have left, so that no write of its own fails.
+        send(&all[1]).unwrap();
+        let end = net.now().after(T / 8);
+        net.run_until(end);
+        all[0].mask(1, "by the test").unwrap();
+        let end = net.now().after(T * 7 / 8);
+        net.run_until(end);
+        let lost = all[1].lost();
+        assert!(lost.len() == 1 && lost[0].cause == "it has given this rank up", "{lost:?}");
     }
 
     #[test]
