@@ -130,7 +130,7 @@ def agree(
     gathered = all_gather(_GOOD + value)
     for rank, one in enumerate(gathered):
         if one is not None and one[:1] != _GOOD:
-            cause = one[1:].decode(errors="replace")
+            cause = one[1:].decode(errors="replace") or "it made another call; make the same ones"
             raise HandshakeError(f"rank {rank} could not take part: {cause}", peer=f"rank {rank}")
     return [one and one[1:] for one in gathered]
 

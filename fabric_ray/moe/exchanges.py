@@ -11,20 +11,15 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-import torch
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, PeerLost, Unsupported
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Comm, agree
+from fabric_ray.moe.gather import LEAVES, ROW_NBYTES, Gather
 from fabric_ray.moe.throughput import ThroughputAllToAll
 
 _OPTIONS = struct.Struct("<d?")
-_GATHERED = struct.Struct("<HI")
-_GATHERED_NBYTES = 512
-_GATHERED_ROOM = _GATHERED_NBYTES - _GATHERED.size
-_GATHERED_ROWS = 16
-"""Rows of one dispatch, at most."""
 _LEFT_OUT = "it has left this rank out"
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
@@ -148,7 +143,7 @@ class Exchanges:
         if by_exchange is not None:
             rows = self._descriptor_rows()
             gather, gather_long = by_exchange, partial(by_exchange, rows=rows)
-            most = rows * _GATHERED_ROOM - 1  # of agree
+            most = rows * ROW_NBYTES - 1  # of agree
             if not isinstance(descriptor, FabricError) and len(descriptor) > most:
                 cause = f"descriptor: got {len(descriptor)} bytes, expected at most {most}"
                 descriptor = InvalidArgument(f"{cause}; make the buffer anew")
@@ -174,7 +169,7 @@ class Exchanges:
     def _descriptor_rows(self) -> int:
         """Rows of :class:`Gather` for a descriptor: its length grows with the ranks and their NICs.
         Numbers in it take more bytes for some shapes than for others."""
-        return -(-(self._longest * 5 // 4 + _GATHERED_NBYTES) // _GATHERED_ROOM)
+        return -(-(self._longest * 5 // 4 + 512) // ROW_NBYTES)
 
     def _check_options(self, rank: int, descriptor: bytes) -> None:
         """A rank that waits longer than another is given up while it waits itself."""
@@ -214,6 +209,15 @@ class Exchanges:
             made = list(self._made)
         for one in made:
             one.mask(rank)
+
+    def lose(self, rank: int, cause: str) -> None:
+        """Goes on without a rank that has said that it takes no part any more."""
+        with self._lock:
+            self._masked.setdefault(rank, cause)
+            self._lost_first.add(rank)
+            made = list(self._made)
+        for one in made:
+            one.mask(rank, cause)
 
     @property
     def masked(self) -> dict[int, str]:
@@ -407,7 +411,7 @@ class Exchanges:
         try:
             if self.shrink and self.gather is not None:
                 with suppress(FabricError):  # ranks that gave this one up don't come to the group
-                    self.gather(b"")
+                    self.gather(LEAVES)
             elif not self.masked:
                 self.comm.all_gather(b"")
         finally:
@@ -421,70 +425,3 @@ class Exchanges:
                 self.engine.close()
         if wrong:
             raise wrong[0]
-
-
-class Gather:
-    """An all-gather of values over an exchange, where a rank that stalls or dies is named after the
-    timeout, as in all calls of the face.
-
-    Each rank sends a row to every rank, or several for a long value. All ranks make it together.
-    """
-
-    def __init__(self, exchanges: Exchanges) -> None:
-        self._exchanges = exchanges
-        self._rank, self._ranks = exchanges.comm.rank(), exchanges.comm.size()
-        self._exchange = exchanges.make(
-            checked=False,
-            experts=self._ranks,
-            topk=self._ranks,
-            hidden=_GATHERED_NBYTES,
-            max_tokens=_GATHERED_ROWS,
-            dtype=torch.uint8,
-            private_rows=1,
-        )
-        self._all = torch.arange(self._ranks, dtype=torch.int64, device="cpu")[None]
-        exchanges.gather = self
-
-    def is_one_of(self, exchanges: Collection[AllToAll]) -> bool:
-        """Whether it gathers over one of these exchanges."""
-        return self._exchange in exchanges
-
-    def __call__(self, value: bytes, rows: int = 1) -> list[bytes | None]:
-        """Each rank's value, cut to 506 bytes for each row; ``None`` for a rank that takes no part.
-
-        Args:
-            rows: how many are sent, the same on all ranks.
-
-        Raises:
-            PeerLost: a rank was lost, and ranks don't go on without it.
-        """
-        value = value[: rows * _GATHERED_ROOM]
-        # From 1, for rows of a rank that is lost on the way come as zeros.
-        head = _GATHERED.pack(self._rank + 1, len(value))
-        sent = torch.zeros(rows, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
-        for row, into in enumerate(sent):
-            part = head + value[row * _GATHERED_ROOM :][:_GATHERED_ROOM]
-            into[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        whole: dict[int, bytes] = {}
-        lengths: dict[int, int] = {}
-        for begin in range(0, rows, _GATHERED_ROWS):
-            came: dict[int, bytes] = {}
-            for one in self._dispatched(sent[begin : begin + _GATHERED_ROWS]):
-                rank, length = _GATHERED.unpack_from(one)
-                if 0 < rank <= self._ranks:
-                    came[rank - 1] = came.get(rank - 1, b"") + one[_GATHERED.size :]
-                    lengths[rank - 1] = length
-            # A rank that is lost on the way said nothing.
-            whole = {rank: whole.get(rank, b"") + part for rank, part in came.items()}
-        return [
-            whole[rank][: lengths[rank]] if rank in whole else None for rank in range(self._ranks)
-        ]
-
-    def _dispatched(self, rows: torch.Tensor) -> list[bytes]:
-        """Rows of all ranks."""
-        self._exchanges.check_whole()
-        self._exchanges.follow(self._exchange)
-        self._exchange.dispatch_send(rows, self._all.expand(len(rows), -1))
-        received = self._exchange.dispatch_recv()
-        self._exchanges.check_whole()
-        return [one.tobytes() for one in received.x.numpy()]

@@ -29,7 +29,8 @@ from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Comm, agree
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
 from fabric_ray.moe.deepep.ways import Handle, handle_fields
-from fabric_ray.moe.exchanges import AnyExchange, Exchanges, Gather, used_by_graphs
+from fabric_ray.moe.exchanges import AnyExchange, Exchanges, used_by_graphs
+from fabric_ray.moe.gather import Gather
 from fabric_ray.moe.tokens import Dispatched
 
 _LEAST_TOKENS = 128

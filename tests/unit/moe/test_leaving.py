@@ -154,3 +154,22 @@ def test_rs_4_a_rank_that_waits_for_one_that_another_masked_is_not_given_up(
         assert [*buffer.lost] == [2]
     comm.all_gather(b"")
     buffer.leave()
+
+
+@on_all_ranks(3)
+def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispatch_first(
+    comm: ThreadComm,
+) -> None:
+    """As in DeepEP's own test of shrinking: the others make the exchange by then."""
+    buffer = Buffer(low_latency_mode=True, enable_shrink=True, comm=comm, timeout=20.0)
+    x, idx, w = batch(comm.rank(), 8, 6, 3, 256)
+    if comm.rank() != 1:
+        for _ in range(3):
+            y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 6, use_fp8=False)
+            assert isinstance(y, torch.Tensor)
+            sums, *_ = buffer.low_latency_combine(y, idx, w, handle)
+            here = torch.where((idx < 0) | (idx // 2 == 1), 0.0, w).sum(1, keepdim=True)
+            torch.testing.assert_close(sums.float(), x * here, rtol=0.02, atol=0.02)
+        assert buffer.lost == {1: "it has destroyed its buffer"}
+    buffer.destroy()
+    comm.all_gather(b"")
