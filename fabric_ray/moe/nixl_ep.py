@@ -17,7 +17,7 @@ from fabric_ray.moe import deepep
 from fabric_ray.moe.comm import agree, comm_of
 from fabric_ray.moe.deepep.event import EventOverlap, keep
 from fabric_ray.moe.deepep.low_latency import Received
-from fabric_ray.moe.deepep.parcels import Tokens
+from fabric_ray.moe.deepep.parcels import AnyTokens, Tokens
 from fabric_ray.moe.deepep.shared_calls import wait_for_losses
 from fabric_ray.moe.exchanges import used_by_graphs
 from fabric_ray.moe.store_comm import AloneComm, StoreComm
@@ -330,7 +330,7 @@ class Buffer:
 
     def ht_dispatch(
         self,
-        x: Tokens,
+        x: AnyTokens,
         handle: Any = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,

@@ -9,7 +9,7 @@ from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.moe import rows
 from fabric_ray.moe.deepep import ways
 from fabric_ray.moe.deepep.event import EventOverlap, behind
-from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
+from fabric_ray.moe.deepep.parcels import AnyTokens, form_of, padded, pair_of
 from fabric_ray.moe.deepep.shared_calls import SharedCalls, wait_for
 from fabric_ray.moe.deepep.sizes import Config
 from fabric_ray.moe.deepep.ways import Handle
@@ -54,7 +54,7 @@ class NormalCalls(SharedCalls):
 
     def dispatch(
         self,
-        x: Tokens,
+        x: AnyTokens,
         handle: Handle | tuple[Tensor, ...] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -68,14 +68,18 @@ class NormalCalls(SharedCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+    ) -> tuple[
+        AnyTokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
+    ]:
         """Sends each token once to each rank that hosts one of its experts.
 
         On a GPU it runs on torch's current stream, and waits for the number of rows that come, but
         on one node with a handle.
 
         Args:
-            x: ``[tokens, hidden]``, or fp8 with scales; all tensors lie where it does.
+            x: ``[tokens, hidden]``, or fp8 with scales; or four bits, as of DeepEP's ``hybrid-ep``
+                branch: int32 ``[tokens, hidden / 8]``, int32 scales ``[tokens, hidden / 64]``, and
+                float32 ``[tokens, ...]``. All tensors lie where it does.
             handle: of an earlier dispatch, to send other tokens the same way; then none of the
                 layout, ``topk_idx`` and ``topk_weights`` is given.
             topk_idx: int64 ``[tokens, topk]``, -1 for none; without it tokens go by the layout.
@@ -92,16 +96,9 @@ class NormalCalls(SharedCalls):
         Raises:
             InvalidArgument: what doesn't fit, before tokens are sent.
         """
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
-        if scales is not None and scales.ndim == 1:
-            received, *rest = self.dispatch(
-                (tokens, scales[:, None]), handle, num_tokens_per_rank, num_tokens_per_rdma_rank,
-                is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment,
-                num_worst_tokens, config, previous_event, async_finish, allocate_on_comm_stream,
-            )  # fmt: skip
-            return (received[0], received[1][:, 0]), *rest  # type: ignore[return-value]
         wait_for(previous_event)
         if handle is not None:
+            tokens, scales, shaped = pair_of(x)
             handle = Handle.of(handle)
             ways.check_together(tokens.device, handle.ranks_of, scales)
             if topk_idx is not None or topk_weights is not None:
@@ -117,9 +114,10 @@ class NormalCalls(SharedCalls):
             form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
             received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return received, None, None, None, None, self._behind(tokens, async_finish)
+            return shaped(received), None, None, None, None, self._behind(tokens, async_finish)
 
         try:
+            tokens, scales, shaped = pair_of(x)
             ways.check_together(
                 tokens.device,
                 scales,
@@ -165,7 +163,7 @@ class NormalCalls(SharedCalls):
             found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
         if not num_worst_tokens:
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return received, idx, weights, counts, made, self._behind(tokens, async_finish)
+        return shaped(received), idx, weights, counts, made, self._behind(tokens, async_finish)
 
     def combine(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -16,6 +17,47 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of answers."""
 Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
+AnyTokens: TypeAlias = "Tokens | tuple[Tensor, Tensor, Tensor]"
+"""Those, or four-bit ones, their scales, and the scale of each token's scales."""
+
+
+def pair_of(x: AnyTokens) -> tuple[Tensor, Tensor | None, Callable[[Tokens], AnyTokens]]:
+    """Tokens, and all scales of a token in one row; and what gives results the form of ``x``.
+
+    Raises:
+        InvalidArgument: ``x`` is something else.
+    """
+    if not isinstance(x, tuple):
+        return x, None, lambda received: received
+    tokens, *scales = x
+    rows_of = [one.flatten(1) if one.ndim > 1 else one[:, None] for one in scales if one.ndim]
+    if len(scales) == len(rows_of) == 1:
+        return tokens, rows_of[0], lambda received: _shaped(received, scales)
+    if len(scales) != 2 or len(rows_of) != 2:
+        raise InvalidArgument(
+            f"got {len(x)} tensors for tokens; give tokens, with their scales, and with the scales "
+            "of these"
+        )
+    if any(one.dtype.itemsize != 4 or len(one) != len(tokens) for one in scales):
+        given = " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in scales)
+        raise InvalidArgument(
+            f"scales of four-bit tokens are {given}; give int32 and float32, one row for each of "
+            f"{len(tokens)} tokens"
+        )
+    joined = torch.cat([one.contiguous().view(torch.int32) for one in rows_of], 1)
+    return tokens, joined, lambda received: _shaped(received, scales)
+
+
+def _shaped(received: Tokens, scales: list[Tensor]) -> AnyTokens:
+    """Tokens that came, and their scales in the form of those that were sent."""
+    tokens, joined = received
+    found, at = [tokens], 0
+    for one in scales:
+        width = one.shape[1:].numel()
+        part = joined if width == joined.shape[1] else joined[:, at : at + width].contiguous()
+        found.append(part.view(one.dtype).reshape(len(joined), *one.shape[1:]))
+        at += width
+    return tuple(found)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,38 @@ def test_one_scale_for_a_token_may_lie_in_a_row(comm: ThreadComm) -> None:
     buffer.destroy()
 
 
+@on_all_ranks(2)
+def test_four_bit_tokens_go_with_the_scales_of_their_scales(comm: ThreadComm) -> None:
+    """As in the tests of DeepEP's ``hybrid-ep`` branch."""
+    g, other = torch.Generator().manual_seed(comm.rank()), 1 - comm.rank()
+    theirs = torch.Generator().manual_seed(other)
+
+    def four_bits(g: torch.Generator, last: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        tokens, scales = (
+            torch.randint(-(1 << 31), (1 << 31) - 1, (M, width), generator=g, dtype=torch.int32)
+            for width in (HIDDEN // 8, HIDDEN // 64)
+        )
+        return tokens, scales, torch.rand(M, *last, generator=g)
+
+    buffer = Buffer(None, comm=comm, ranks_per_node=2)
+    idx = torch.full((M, 1), other * (EXPERTS // 2))
+    layout = buffer.get_dispatch_layout(idx, EXPERTS)
+    for last in ((1,), (), (2, 3)):
+        x, wanted = four_bits(g, last), four_bits(theirs, last)
+        given = (layout[0], None, layout[3], layout[2], idx)
+        received, *_, handle, _ = buffer.dispatch(x, None, *given)  # type: ignore[arg-type]
+        again, *_ = buffer.dispatch(x, handle)  # type: ignore[arg-type]
+        for found in (received, again):
+            for one, as_sent in zip(found, wanted, strict=True):
+                assert one.dtype == as_sent.dtype
+                assert torch.equal(one, as_sent)
+    wrong: Any = (x[0], x[1], x[2].double()), (x[0], x[1], x[2][:1]), (*x, x[2]), (x[0],)
+    for one in wrong:
+        with pytest.raises(errors.InvalidArgument, match=r"tensors for tokens|four-bit tokens are"):
+            buffer.dispatch(one, None, *given)  # type: ignore[arg-type]
+    buffer.destroy()
+
+
 def test_events_release_and_call_back() -> None:
     called: list[int] = []
     event = Buffer.capture()
