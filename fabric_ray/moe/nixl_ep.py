@@ -34,7 +34,8 @@ class Buffer:
 
     All connected ranks make the same calls in the same order. They are ``0`` to some number: ranks
     join at the end (:meth:`connect_ranks`) and leave there (:meth:`disconnect_ranks`), and the
-    connected ones make buffers anew then. In low-latency calls a rank that is silent for
+    connected ones make buffers anew then. Ranks that leave in between are masked, until
+    :meth:`connect_ranks` has others in their places. In low-latency calls a rank that is silent for
     ``timeout_ms`` is masked.
 
     Args:
@@ -81,6 +82,8 @@ class Buffer:
         """Ranks of the staged buffer that are masked still."""
         self._is_new = True
         """Whether this rank has sent nothing in ``_buffer``: no other rank waits for it there."""
+        self._left: set[int] = set()
+        """Disconnected ranks of ``_buffer``, before others that remain."""
         self._by_hand: set[int] = set()
         """Ranks that the caller has masked for a rank that is new."""
         self._alone: deepep.Buffer | None = None
@@ -125,7 +128,7 @@ class Buffer:
                 ``HandshakeError``.
             PeerLost: a rank does not connect.
         """
-        before = set(range(self._size(self._buffer)))
+        before = self._remaining
         ranks = before | set(remote_ranks) | {self.rank}
         if ranks != set(range(len(ranks))) or not self._each or len(ranks) > self.group_size:
             raise InvalidArgument(
@@ -139,16 +142,23 @@ class Buffer:
         self._staged, self._inactive = fresh, ranks - before
 
     def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
-        """Goes on without the last ranks. All ranks that remain make this call together.
+        """Goes on without ranks. All ranks that remain make this call together.
 
         Raises:
-            InvalidArgument: other ranks would be left in between.
+            InvalidArgument: this one would be left out; or in high-throughput mode a rank that is
+                not among the last ones.
             Unsupported: as :meth:`connect_ranks`.
         """
-        remain = set(range(self._size(self._buffer))) - set(remote_ranks)
-        if remain != set(range(len(remain))) or self.rank not in remain:
+        gone, remain = set(remote_ranks), self._remaining - set(remote_ranks)
+        last = remain == set(range(len(remain)))
+        if self.rank not in remain or not (last or self.low_latency_mode):
             raise InvalidArgument(f"ranks {sorted(remain)} would remain; disconnect the last ones")
-        self._use(self._made(len(remain)))
+        if last:
+            self._use(self._made(len(remain)))
+            return
+        for rank in sorted(gone & self._remaining):
+            self._connected.low_latency_update_mask_buffer(rank, mask=True)
+        self._left |= gone
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, or takes it back.
@@ -160,7 +170,8 @@ class Buffer:
         make one of the two calls meanwhile. Ranks that miss no other make that one.
 
         Raises:
-            InvalidArgument: there is no such rank; or it is this one, to be masked.
+            InvalidArgument: there is no such rank; or it is this one, to be masked; or ranks were
+                disconnected before the last one, which :meth:`connect_ranks` takes in first.
             Unsupported: CUDA graphs have calls of the buffer that another would take the place of,
                 or of exchanges that a rank has left in the middle of a call.
         """
@@ -193,7 +204,7 @@ class Buffer:
             )
         elif rank_to_mask in connected.lost:
             # Ranks miss different ones: with one at a time, some would wait for more calls.
-            connected.low_latency_clean_mask_buffer()
+            self._take_back()
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others.
@@ -216,6 +227,14 @@ class Buffer:
         whose dispatches raise ``PeerLost`` since, come back by it."""
         for rank in sorted(self._by_hand):
             self.update_mask_buffer(rank, mask=False)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._left:
+            raise InvalidArgument(
+                f"ranks {sorted(self._left)} were disconnected, and others behind them were not; "
+                "take ranks in their places in by connect_ranks first"
+            )
         self._connected.low_latency_clean_mask_buffer()
 
     def clean_buffer(self, *_: Any) -> None:
@@ -373,6 +392,11 @@ class Buffer:
         return self._buffer
 
     @property
+    def _remaining(self) -> set[int]:
+        """The connected ranks."""
+        return set(range(self._size(self._buffer))) - self._left
+
+    @property
     def _of_calls(self) -> deepep.Buffer:
         """The buffer that calls go to: that of the connected ranks, or this rank's alone."""
         connected = self._connected
@@ -433,6 +457,7 @@ class Buffer:
         """Goes on with another buffer."""
         before, self._buffer = self._buffer, buffer
         self._staged, self._inactive, self._is_new = None, set(), True
+        self._left = set()
         self._drop_alone()
         self._by_hand.clear()
         if before is not None:

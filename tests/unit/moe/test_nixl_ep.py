@@ -350,3 +350,45 @@ def test_ranks_connect_after_an_attempt_that_failed(present: tuple[int, ...]) ->
             assert comm.all_gather(bytes([turn, rank])) == [bytes([turn, r]) for r in range(ranks)]
 
         on_threads(ranks, work)
+
+
+def test_ranks_in_between_leave_and_others_take_their_places() -> None:
+    """As in the elastic tests of NIXL-EP."""
+    ranks, store, met = 4, dist.HashStore(), threading.Barrier(4)
+
+    def without(buffer: Buffer, turn: int, left: set[int]) -> None:
+        """One pass of which those have no part."""
+        x, idx, w = batch(turn * 8 + buffer.rank, M, ranks * EACH, TOPK, HIDDEN)
+        idx[torch.isin(idx // EACH, torch.tensor([*left]))] = -1
+        y, _, handle, *_ = buffer.dispatch(x, idx, M, ranks * EACH, use_fp8=False)
+        assert isinstance(y, torch.Tensor)
+        sums, *_ = buffer.combine(y, idx, w, handle)
+        wanted = x.float() * torch.where(idx < 0, 0.0, w).sum(1, keepdim=True)
+        torch.testing.assert_close(sums.float(), wanted, rtol=0.02, atol=0.02)
+        status = torch.empty(ranks, dtype=torch.int32)
+        buffer.query_mask_buffer(status)
+        assert {*status.nonzero().flatten().tolist()} == left
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, ranks)
+        buffer.connect_ranks(set(range(ranks)) - {rank})
+        layer(buffer, 0, ranks, None)
+        left = set[int]()
+        for turn in (1, 2):
+            met.wait(60)
+            left.add(turn)
+            if rank in left:
+                buffer.destroy()
+                continue
+            buffer.disconnect_ranks([turn])
+            without(buffer, turn, left)
+        if rank in (0, 3):
+            with pytest.raises(errors.InvalidArgument, match=r"ranks \[1, 2\] were disconnected"):
+                buffer.clean_mask_buffer()
+        else:
+            buffer = made(rank, store, ranks)
+        buffer.connect_ranks({1, 2} if rank in (0, 3) else set(range(ranks)) - {rank})
+        layer(buffer, 3, ranks, None)
+        buffer.destroy()
+
+    on_threads(ranks, work)
