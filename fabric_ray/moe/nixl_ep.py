@@ -386,7 +386,9 @@ class Buffer:
 
     @property
     def _connected(self) -> deepep.Buffer:
-        """The buffer of all connected ranks."""
+        """The buffer of all connected ranks. Rank 0 needs no other one."""
+        if self._buffer is None and self.rank == 0 and self._each and not self._destroyed:
+            self._use(self._made(1))
         if self._buffer is None:
             raise InvalidArgument("no rank is connected; call connect_ranks")
         return self._buffer

@@ -307,6 +307,29 @@ def test_high_throughput_calls_are_deepeps() -> None:
     on_threads(2, work)
 
 
+def test_rank_0_runs_without_others_until_they_connect() -> None:
+    """As in the elastic tests of NIXL-EP."""
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, 2)
+        if rank == 0:
+            x, idx, w = batch(0, M, EACH, 1, HIDDEN)
+            for _ in range(2):
+                y, _, handle, *_ = buffer.dispatch(x, idx, M, EACH, use_fp8=False)
+                assert isinstance(y, torch.Tensor)
+                sums, *_ = buffer.combine(y, idx, w, handle)
+                wanted = x.float() * torch.where(idx < 0, 0.0, w)
+                torch.testing.assert_close(sums.float(), wanted, rtol=0.02, atol=0.02)
+        buffer.connect_ranks([1 - rank])
+        layer(buffer, 2, 2, None)
+        buffer.destroy()
+        with pytest.raises(errors.InvalidArgument, match="no rank is connected"):
+            buffer.barrier()
+
+    on_threads(2, work)
+
+
 def test_what_is_wrong_is_named() -> None:
     store, invalid = dist.HashStore(), errors.InvalidArgument
     buffer = Buffer(rank=0, tcp_store_group=store)
