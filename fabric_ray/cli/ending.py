@@ -94,6 +94,10 @@ class Commands(TyperGroup):
     """All commands: what is typed wrongly ends as everything else does that can't be done."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        # Who started it may have closed them: what is printed there goes nowhere.
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         # The locale's encoding may lack a character of a path or a table.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -381,6 +381,16 @@ def test_a_folder_that_ray_can_not_start_in_is_named(
     assert re.search("Ray can't be started here .*, RAY_TMPDIR to a short path", done.output)
 
 
+def test_a_closed_stderr_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as end:
+        app(["--version"])
+    assert not end.value.code
+    assert sys.stderr is not None
+    assert not sys.stderr.isatty()
+    sys.stderr.close()
+
+
 def test_sigterm_ends_a_demo_as_ctrl_c_does() -> None:
     before = signal.getsignal(signal.SIGTERM)
     closed: list[signal.Signals] = []
