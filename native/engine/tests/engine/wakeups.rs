@@ -235,3 +235,39 @@ fn a_caller_that_sleeps_and_gets_no_core_holds_up_no_other() {
         assert_eq!(result, 20, "{transport}: no thread drives while a caller gets no core");
     }
 }
+
+/// No caller waits, and the engine sleeps when the request is posted.
+fn requests_end_while_no_caller_waits(transport: TransportKind) {
+    let (a, b) = (engine(transport), engine(transport));
+    let (src, dst) = (a.alloc(4 << 20).unwrap(), b.alloc(4 << 20).unwrap());
+    let (there, peer) = (a.import(&dst.descriptor()).unwrap(), a.peer(b.address()).unwrap());
+    b.receive(64, 4, |_| ()).unwrap();
+    let (local, remote) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+    let requests = [
+        Op::Send { peer: &peer, message: b"hello" },
+        Op::Write { src: local, dst: remote, len: 8, imm: None },
+        Op::Write { src: local, dst: remote, len: 4 << 20, imm: None },
+        Op::Read { src: remote, dst: local, len: 4 << 20 },
+    ];
+    for round in 0..3 {
+        for op in &requests {
+            // No timer of an earlier call is set by then.
+            std::thread::sleep(Duration::from_millis(150));
+            let (told, ended) = std::sync::mpsc::channel();
+            let request = a.submit(std::slice::from_ref(op), Submit::default()).unwrap();
+            request.on_done(move |result| told.send(result).unwrap());
+            let result = ended.recv_timeout(TIMEOUT / 2);
+            assert_eq!(result, Ok(Ok(())), "{transport}: {} of round {round}", request.op());
+        }
+    }
+}
+
+#[test]
+fn requests_end_while_no_caller_waits_over_shm() {
+    requests_end_while_no_caller_waits(TransportKind::Shm);
+}
+
+#[test]
+fn requests_end_while_no_caller_waits_over_tcp() {
+    requests_end_while_no_caller_waits(TransportKind::Tcp);
+}

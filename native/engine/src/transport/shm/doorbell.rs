@@ -53,6 +53,12 @@ impl Doorbell {
         self.word.shared_word(0).store(AWAKE, SeqCst);
     }
 
+    /// Whether a peer rang since the engine fell asleep.
+    #[cfg(test)]
+    pub fn was_rung(&self) -> bool {
+        self.word.shared_word(0).load(SeqCst) == AWAKE
+    }
+
     /// Clears the event that ended a sleep.
     pub fn clear(&self) {
         let _ = rustix::io::read(&self.event, &mut [0u8; 8]);

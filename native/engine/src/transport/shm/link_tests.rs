@@ -29,6 +29,14 @@ impl MessageRoom for NoRoom {
     }
 }
 
+struct Room;
+
+impl MessageRoom for Room {
+    fn admit(&self, _: usize) -> Admit {
+        Admit::Take
+    }
+}
+
 fn domain() -> (ShmDomain, EngineAddress) {
     let id = EngineId(std::array::from_fn(|_| fastrand::u8(..)));
     let waker = Waker::default();
@@ -209,6 +217,21 @@ fn ic_4_an_engine_whose_count_was_refused_does_not_sleep_once_there_is_room() {
     assert_eq!(posts(&mut pair), Post::Done);
     // The refused count may have been dropped, so it keeps no engine awake.
     assert!(pair.a.arm());
+}
+
+#[test]
+fn a_message_that_is_posted_while_the_engine_sleeps_wakes_it_when_it_is_delivered() {
+    let mut pair = Pair::new();
+    pair.poll_both();
+    for round in 0..3 {
+        assert!(pair.a.arm(), "round {round}");
+        let send = WorkRequest::Send((*b"hello").into());
+        assert_eq!(pair.a.post(pair.own_link, Token::default(), &send), Ok(Post::Queued));
+        pair.b.poll(pair.now, &Room, &mut pair.from_b);
+        assert!(pair.a.doorbell.was_rung(), "round {round}");
+        pair.a.disarm();
+        pair.poll_both();
+    }
 }
 
 #[test]

@@ -81,6 +81,8 @@ impl Sender {
         put(map, &self.layout, self.head, &header);
         put(map, &self.layout, self.head + HEADER as u64, message);
         self.head += need;
+        // The engine may sleep already, and asks for the result only before it falls asleep.
+        map.u32_at(self.layout.waiting).store(1, Release);
         map.u64_at(self.layout.head).store(self.head, Release);
         true
     }
@@ -192,7 +194,8 @@ mod tests {
                 assert_eq!(*rx.pop(&map, message.len()), message[..]);
                 assert_eq!(tx.take_result(&map, message.len()), Some(SendResult::Delivered));
             }
-            assert!(!rx.wakes_sender(&map), "the sender did not ask");
+            assert!(rx.wakes_sender(&map), "each message asks for its result");
+            assert!(!rx.wakes_sender(&map), "the sender asks once");
         }
         assert_eq!(rx.peek(&map), Ok(None));
     }
