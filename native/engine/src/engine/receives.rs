@@ -1,7 +1,7 @@
 //! The receive pool of SEND/RECV, which bounds the messages that users hold.
 
 use std::sync::{
-    atomic::{AtomicI64, Ordering::SeqCst},
+    atomic::{AtomicBool, AtomicI64, Ordering::SeqCst},
     Arc,
 };
 
@@ -49,12 +49,30 @@ struct Pool {
 #[derive(Default)]
 pub(crate) struct Receives {
     pool: Mutex<Option<Pool>>,
+    room: Arc<NewRoom>,
+}
+
+/// Tells the engine that messages which found no room may find some.
+#[derive(Default)]
+struct NewRoom {
+    unseen: AtomicBool,
     waker: Waker,
+}
+
+impl NewRoom {
+    fn report(&self) {
+        // Set first: a caller that polls is not woken, and looks at it before it sleeps.
+        self.unseen.store(true, SeqCst);
+        self.waker.wake();
+    }
 }
 
 impl Receives {
     pub fn new(waker: Waker) -> Self {
-        Self { pool: Mutex::default(), waker }
+        Self {
+            pool: Mutex::default(),
+            room: Arc::new(NewRoom { unseen: AtomicBool::new(false), waker }),
+        }
     }
 
     /// Opens the pool, or replaces it: `count` messages of at most `max_len` bytes.
@@ -63,6 +81,21 @@ impl Receives {
         let before = self.pool.lock().replace(Pool { max_len, free, on_message });
         // Without the lock: the user's handler may take any lock as it ends.
         drop(before);
+        self.room.report();
+    }
+
+    /// Whether there is room since the last [`begin_round`](Self::begin_round). Read before the
+    /// engine sleeps.
+    pub fn has_new_room(&self) -> bool {
+        self.room.unseen.load(SeqCst)
+    }
+
+    /// The domains are polled next, and look for room anew.
+    #[inline]
+    pub fn begin_round(&self) {
+        if self.has_new_room() {
+            self.room.unseen.store(false, SeqCst);
+        }
     }
 
     pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
@@ -74,19 +107,19 @@ impl Receives {
         };
         drop(pool);
         free.fetch_sub(1, SeqCst);
-        let waker = self.waker.clone();
-        let delivery = Delivery { from, message, _slot: PoolSlot(free, waker) };
+        let slot = PoolSlot(free, Arc::clone(&self.room));
+        let delivery = Delivery { from, message, _slot: slot };
         callbacks.push(Box::new(move || on_message(delivery)));
     }
 }
 
-struct PoolSlot(Arc<AtomicI64>, Waker);
+struct PoolSlot(Arc<AtomicI64>, Arc<NewRoom>);
 
 impl Drop for PoolSlot {
     fn drop(&mut self) {
         if self.0.fetch_add(1, SeqCst) <= 0 {
             // Messages may wait for this slot.
-            self.1.wake();
+            self.1.report();
         }
     }
 }

@@ -361,7 +361,7 @@ impl GroupDriver {
 
     /// The last poller arms everything, so that a thread can sleep until an event; false if there
     /// is work to do first.
-    fn hand_over(&self, shared: &Arc<Shared>) -> bool {
+    pub(super) fn hand_over(&self, shared: &Arc<Shared>) -> bool {
         self.waiters.hand_over(
             || self.try_lock(shared),
             |core| self.arm(core, shared),
@@ -378,6 +378,11 @@ impl GroupDriver {
             core.disarm();
         }
         if !core.arm_domains() {
+            return false;
+        }
+        // The domains look for room in the receive pool when they are polled only.
+        if shared.receives.has_new_room() {
+            core.disarm();
             return false;
         }
         let sleeper = self.waiters.sleeper();

@@ -47,6 +47,7 @@ impl Core {
     pub(crate) fn drive_at(&mut self, began: Time, shared: &Shared) -> bool {
         let (mut now, mut moved) = (began, false);
         self.heartbeats.on_driven(began);
+        shared.receives.begin_round();
         let first = self.first_rail.min(self.domains.len());
         for rail in (first..self.domains.len()).chain(0..first) {
             moved |= self.domains[rail].poll(began, &shared.receives, &mut self.completions);

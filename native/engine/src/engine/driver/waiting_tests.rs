@@ -124,3 +124,45 @@ fn events_wake_the_worker_until_a_caller_that_left_one_unread_sleeps_anew() {
     waiters.leave();
     assert_eq!(waiters.sleeper(), Sleeper::Caller);
 }
+
+/// The worker is not woken while a caller polls.
+fn a_caller_that_falls_asleep_sees_new_room_for_a_message(transport: TransportKind) {
+    let (a, b) = (engine(transport), engine(transport));
+    let (tell, told) = std::sync::mpsc::channel();
+    b.receive(64, 1, move |delivery| tell.send(delivery).unwrap()).unwrap();
+    let peer = a.peer(b.address()).unwrap();
+    let send = |message| a.submit(&[Op::Send { peer: &peer, message }], Submit::default()).unwrap();
+    send(b"first").wait(TIMEOUT).unwrap().unwrap();
+    let first = told.recv_timeout(TIMEOUT).unwrap();
+    // Joined: only this thread drives from now on.
+    b.worker.lock().take().unwrap().stop(&b.shared);
+    let second = send(b"second");
+    assert!(second.wait(Duration::from_millis(50)).is_none(), "the pool has room for one");
+    let driver = b.shared.driver().unwrap();
+    driver.enter();
+    (0..100).for_each(|_| driver.step(&b.shared, &mut 0));
+    drop(first);
+    assert!(!driver.hand_over(&b.shared), "{transport}: a message waits though there is room");
+    let start = Instant::now();
+    let second = loop {
+        assert!(start.elapsed() < TIMEOUT, "{transport}: the second message never comes");
+        b.poll().unwrap();
+        if let Ok(second) = told.try_recv() {
+            break second;
+        }
+    };
+    assert_eq!(second.message(), b"second");
+    driver.enter();
+    (0..100).for_each(|_| driver.step(&b.shared, &mut 0));
+    assert!(driver.hand_over(&b.shared), "{transport}: there is nothing left to do");
+}
+
+#[test]
+fn a_caller_that_falls_asleep_sees_new_room_for_a_message_over_shm() {
+    a_caller_that_falls_asleep_sees_new_room_for_a_message(TransportKind::Shm);
+}
+
+#[test]
+fn a_caller_that_falls_asleep_sees_new_room_for_a_message_over_tcp() {
+    a_caller_that_falls_asleep_sees_new_room_for_a_message(TransportKind::Tcp);
+}
