@@ -182,3 +182,55 @@ impl Shared {
         Ok(handle)
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::time::Instant;
+
+    use crate::{
+        api::{EngineConfig, TransportKind},
+        engine::{Local, Remote, TransferEngine},
+    };
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    fn engine() -> TransferEngine {
+        TransferEngine::open(EngineConfig {
+            transports: vec![TransportKind::Shm],
+            token: Some(b"t".to_vec()),
+            ..Default::default()
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn a_small_write_waits_behind_work_of_its_class() {
+        let (a, b) = (engine(), engine());
+        let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+        let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
+        let write = |len, counts: bool, priority| {
+            let src = Local { region: &src, offset: 0 };
+            let dst = Remote { region: &there, offset: 0 };
+            let op = Op::Write { src, dst, len, imm: counts.then(|| counter.imm()) };
+            a.submit(&[op], Submit { priority: Some(priority), ..Default::default() }).unwrap()
+        };
+        write(8, false, Priority::Bulk).wait(TIMEOUT).unwrap().unwrap();
+        // Joined: counts find no room in the end, and nothing makes any.
+        b.worker.lock().take().unwrap().stop(&b.shared);
+        let mut counts = (0..1 << 20).map(|_| write(0, true, Priority::Bulk));
+        let waits = counts.find(|count| !count.is_done()).expect("a count that finds no room");
+        let behind = write(8, false, Priority::Bulk);
+        assert!(!behind.is_done(), "it overtakes a count of its class");
+        assert!(!write(8, false, Priority::Background).is_done(), "it overtakes a more urgent one");
+        assert!(write(8, false, Priority::Latency).is_done(), "nothing as urgent waits");
+        let start = Instant::now();
+        for handle in [waits, behind] {
+            while handle.wait(Duration::from_millis(1)).is_none() {
+                assert!(start.elapsed() < TIMEOUT, "there is room again");
+                b.poll().unwrap();
+            }
+        }
+    }
+}

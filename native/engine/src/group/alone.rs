@@ -23,9 +23,9 @@ pub(crate) struct RequestInfo {
 
 impl Group {
     /// Posts a request of one work request at once, if it is small and the peer has one link,
-    /// with room, whose work the ledger does not keep. If the link carries it out within the call, the request needs no entry among the
-    /// transfers, and `clock` is read only for requests that the recorder keeps. `None` if nothing
-    /// happened: the caller opens the request.
+    /// with room, whose work the ledger does not keep. If the link carries it out within the call,
+    /// the request needs no entry among the transfers, and `clock` is read only for requests that
+    /// the recorder keeps. `None` if nothing happened: the caller opens the request.
     #[inline]
     pub fn post_alone(
         &mut self,

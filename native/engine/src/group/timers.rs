@@ -166,6 +166,22 @@ mod tests {
         }
     }
 
+    #[test]
+    fn stopped_deadlines_are_forgotten_and_the_others_fire_in_order() {
+        let mut timers = Timers::default();
+        for n in 0..1000 {
+            timers.set(Time(n.into()), timer(true, n));
+        }
+        for n in (1..1000).filter(|n| n % 100 != 0) {
+            timers.stop(Time(n.into()), timer(true, n));
+        }
+        let kept = timers.deadlines.len();
+        assert!(kept <= 2 * (10 + MAX_STOPPED), "{kept} entries for 10 deadlines");
+        let fired: Vec<_> = std::iter::from_fn(|| timers.due(Time(1000))).collect();
+        assert_eq!(fired, (0..10).map(|n| timer(true, n * 100)).collect::<Vec<_>>());
+        assert_eq!((timers.next(), timers.deadlines.len(), timers.stopped), (Time::NEVER, 0, 0));
+    }
+
     proptest! {
         #[test]
         fn timers_fire_as_those_of_one_tree(

@@ -312,3 +312,18 @@ fn a_rail_that_has_stalled_is_given_up() {
         assert_eq!(counter.arrived(), 1, "seed {seed}");
     }
 }
+
+#[test]
+fn ic_3_a_small_write_on_a_broken_only_link_is_sent_again_and_counts_once() {
+    for seed in 0..20 {
+        let mut p = pair(config(seed), (1, 1));
+        let counter = p.b.counter().unwrap();
+        let written = p.write(0, 100, Some(counter.imm()));
+        let id = p.a.id();
+        p.net.plug(id, 0, false);
+        p.net.plug(id, 0, true);
+        assert_eq!(p.wait(&written), Ok(()), "seed {seed}");
+        p.us(1_000_000);
+        assert_eq!(counter.arrived(), 1, "seed {seed}");
+    }
+}

@@ -4,12 +4,14 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::{EngineConfig, Priority, Span},
+    api::{EngineConfig, Priority, Span, TransportKind},
     flight::{Cursor, EventKind, Records, TransferRecord},
     simulation::SimNet,
     transport::sim::SimConfig,
     Counter, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
+
+use super::engine;
 
 const SOON: Duration = Duration::from_secs(10);
 const BYTES: u64 = 1 << 20;
@@ -164,4 +166,38 @@ fn what_goes_on_is_told_without_an_end() {
     let (at_a, _) = p.records();
     assert!(the_write(&at_a).over);
     assert_eq!(p.a.metrics().unwrap().going_on, 0);
+}
+
+#[test]
+fn small_writes_over_one_link_add_up() {
+    const WRITES: u64 = 160;
+    let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
+    let (src, dst) = (a.alloc(8).unwrap(), b.alloc(8).unwrap());
+    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
+    let write = |span| {
+        let src = Local { region: &src, offset: 0 };
+        let dst = Remote { region: &there, offset: 0 };
+        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
+        let written = a.submit(&[op], Submit { span, ..Submit::default() }).unwrap();
+        written.wait(SOON).unwrap().unwrap();
+    };
+    (0..WRITES).for_each(|_| write(Span::default()));
+    let span = Span::named("a request");
+    write(span);
+    counter.expect(WRITES as u32 + 1, &[], SOON).unwrap().wait(SOON).unwrap().unwrap();
+    let metrics = a.metrics().unwrap();
+    let classes = metrics.peers.iter().flat_map(|p| &p.tally.rails).flat_map(|r| r.classes);
+    let posted = classes.fold((0, 0), |(n, bytes), t| (n + t.slices, bytes + t.bytes));
+    assert_eq!(posted, (WRITES + 1, (WRITES + 1) * 8));
+    let transfers = a.records(Cursor::default()).unwrap().transfers;
+    let of_span: Vec<_> = transfers.iter().filter(|t| t.span == span).collect();
+    assert!(matches!(of_span[..], [one] if one.weight == 1), "{of_span:?}");
+    // One in 16 of those that were over within their call is kept.
+    let known: u64 = transfers.iter().map(|t| u64::from(t.weight)).sum();
+    assert!(known.abs_diff(WRITES) < 16, "{known} of {WRITES} writes");
+    for t in &transfers {
+        let parts: Vec<_> = t.parts.iter().map(|p| (p.counts, p.bytes)).collect();
+        assert_eq!(parts, [(1, 8)]);
+        assert_eq!((t.op, t.slices, t.over), ("write", 1, true), "{t:?}");
+    }
 }

@@ -150,6 +150,25 @@ fn a_closed_engine_wakes_the_callers_that_wait() {
     }
 }
 
+/// A caller whose handle another thread ends would sleep for another second.
+#[test]
+fn a_caller_that_sleeps_is_woken_by_the_end_of_its_handle() {
+    let engine = engine(TransportKind::Shm);
+    let counter = engine.counter().unwrap();
+    let start = Instant::now();
+    for _ in 0..40 {
+        let arrival = counter.expect(1, &[], TIMEOUT * 2).unwrap();
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| arrival.wait(TIMEOUT));
+            std::thread::sleep(Duration::from_millis(5));
+            arrival.cancel();
+            let result = caller.join().unwrap();
+            assert!(matches!(result, Some(Err(EngineError::Cancelled { .. }))), "{result:?}");
+        });
+    }
+    assert!(start.elapsed() < TIMEOUT, "the caller sleeps on");
+}
+
 /// Holds a thread up from a signal until it is released, as one that gets no core.
 mod held_up {
     use super::*;

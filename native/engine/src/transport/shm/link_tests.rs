@@ -220,6 +220,28 @@ fn ic_4_an_engine_whose_count_was_refused_does_not_sleep_once_there_is_room() {
 }
 
 #[test]
+fn an_engine_sleeps_while_its_messages_find_no_room_and_only_then() {
+    let mut pair = Pair::new();
+    pair.poll_both();
+    let send = WorkRequest::Send((*b"hello").into());
+    for _ in 0..2 {
+        assert_eq!(pair.a.post(pair.own_link, Token::default(), &send), Ok(Post::Queued));
+    }
+    assert!(!pair.b.arm(), "the messages were not looked at");
+    pair.b.disarm();
+    pair.poll_b();
+    assert!(pair.b.arm(), "nothing can be done before there is room");
+    pair.b.disarm();
+    pair.b.poll(pair.now, &Room, &mut pair.from_b);
+    assert!(!pair.b.arm(), "the second message may find room");
+    pair.b.disarm();
+    pair.b.poll(pair.now, &Room, &mut pair.from_b);
+    let messages = pair.from_b.iter().filter(|c| matches!(c, Completion::Message { .. }));
+    assert_eq!(messages.count(), 2);
+    assert!(pair.b.arm(), "nothing is left to do");
+}
+
+#[test]
 fn a_message_that_is_posted_while_the_engine_sleeps_wakes_it_when_it_is_delivered() {
     let mut pair = Pair::new();
     pair.poll_both();

@@ -473,3 +473,18 @@ fn part(bytes: u64, n: u64, i: u64) -> (u64, u64) {
     let (from, to) = (bytes * i / n, bytes * (i + 1) / n);
     (from, to - from)
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ic_1_merged_counts_add_up() {
+        let counts = [(1, 2), (1, 3), (2, 1), (1, u32::MAX), (1, 1), (1, 1)];
+        let mut out = Vec::new();
+        counts.into_iter().for_each(|(imm, n)| report_count(Count { imm, n }, &mut out));
+        let merged = [(1, 5), (2, 1), (1, u32::MAX), (1, 2)];
+        let merged = merged.map(|(imm, n)| Completion::Count(Count { imm, n }));
+        assert_eq!(format!("{out:?}"), format!("{merged:?}"));
+    }
+}
