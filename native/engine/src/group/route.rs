@@ -417,7 +417,37 @@ impl Route {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::api::EngineId;
+    use crate::{
+        api::{EngineConfig, EngineId, TransportKind},
+        transport::{shm::ShmDomain, tcp::TcpDomain},
+        wake::Waker,
+    };
+
+    #[test]
+    fn the_direct_link_is_the_only_one_of_the_transport_in_use() {
+        let id = EngineId(std::array::from_fn(|_| fastrand::u8(..)));
+        let config = EngineConfig::default();
+        let shm = ShmDomain::open(TransportKind::Shm, id, &config, &Waker::default()).unwrap();
+        let tcp = TcpDomain::open(id, &config).unwrap();
+        let rails: Vec<Box<dyn Domain>> = vec![Box::new(shm), Box::new(tcp)];
+        let address = EngineAddress { id: EngineId([1; 16]), name: "b".into(), endpoints: vec![] };
+        let mut route = Route::new(Time(0), address, Policy::default());
+        let up = |route: &mut Route, rail, id| {
+            let (pair, link) = (RailPair { rail, endpoint: 0 }, (id, LinkName::default()));
+            route.up(Time(0), pair, link, (String::new(), None), &rails);
+            route.direct.map(|link| link.id)
+        };
+        let down = |route: &mut Route, rail, id| {
+            route.down(rail, id, &rails).unwrap();
+            route.direct.map(|link| link.id)
+        };
+        assert_eq!(up(&mut route, 1, 5), Some(5));
+        assert_eq!(up(&mut route, 0, 7), Some(7), "shm is preferred");
+        assert_eq!(up(&mut route, 0, 8), None);
+        assert_eq!(down(&mut route, 0, 7), Some(8));
+        assert_eq!(down(&mut route, 0, 8), Some(5));
+        assert_eq!(down(&mut route, 1, 5), None);
+    }
 
     #[test]
     fn ic_4_what_came_over_a_link_is_remembered_from_the_end_of_the_link_on() {

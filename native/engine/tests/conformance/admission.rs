@@ -34,7 +34,7 @@ impl World {
         };
         let mut net = SimNet::new(sim);
         let receiver = net.engine(engine.clone()).unwrap();
-        let dst = receiver.alloc(M).unwrap();
+        let dst = receiver.alloc(64 * M).unwrap();
         let senders: Vec<_> = (0..senders)
             .map(|_| {
                 let sender = net.engine(engine.clone()).unwrap();
@@ -112,6 +112,21 @@ fn urgent_work_waits_behind_at_most_one_window() {
     let took = world.takes(&queued);
     assert!(took > wire(200 * M), "bulk keeps its place in the queue: {took} ns");
     world.takes(&bulk);
+}
+
+#[test]
+fn urgent_work_waits_behind_at_most_one_window_of_long_or_short_writes() {
+    for len in [64 * M, 32 << 10] {
+        let mut world = World::new(1, &EngineConfig { rail_window: 4 * M, ..config() });
+        let (sender, src, imported) = &world.senders[0];
+        let writes: Vec<_> = (0..64 * M / len).map(|_| write(src, imported, len)).collect();
+        let bulk = sender.submit(&writes, Submit::default()).unwrap();
+        world.until(10 * MS);
+        let urgent = world.small(0, Priority::Latency);
+        let took = world.takes(&urgent);
+        assert!(took < wire(5 * M) + 2 * MS, "{took} ns behind writes of {len} bytes");
+        world.takes(&bulk);
+    }
 }
 
 #[test]
