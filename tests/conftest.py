@@ -43,6 +43,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Libraries that look for leaks when the process ends find none."""
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says what was left out and why, for most of it is left out for want of a tool.
 
