@@ -106,6 +106,8 @@ def test_mr_1_a_load_that_one_stage_fails_ends_when_no_stage_writes_any_more(
     first, last = Stage(stack, [0]), Stage(stack, [1, 2])
     target = Target(stack, None)
     target.start(offer_of([first, last]))
+    # A stage that was not asked by then keeps its pages for the lease.
+    within(10, "the question", lambda: "t" in first.sender._transfers)
     last.sender.give_up("r", "t", "its model failed", held=False)
     # The first stage has its pages yet to compute, and is told that no load waits for them.
     target.ends()

@@ -283,9 +283,11 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
             assert a.left_out == new.left_out == ()
 
 
-def test_rs_1_rows_of_a_receive_that_failed_are_there_in_the_next_one(host: Host) -> None:
-    """Rows come in rounds. After the first ones, memory that a masked rank may store to is in the
-    way."""
+def receive_fails_and_has_its_rows_in_the_next(host: Host) -> bool:
+    """Whether the receive failed. The shared row may be offered to rank 2 first: it doesn't then.
+
+    Rows come in rounds. After the first ones, memory that a masked rank may store to is in the way.
+    """
     stalls: list[Stalling] = []
 
     def wrap(_: int, own: Host) -> Launcher:
@@ -316,15 +318,18 @@ def test_rs_1_rows_of_a_receive_that_failed_are_there_in_the_next_one(host: Host
 
         masking = threading.Thread(target=masked)
         masking.start()
+        got = None
         try:
-            with pytest.raises(errors.NotQuiesced):
-                a.dispatch_recv()
+            with contextlib.suppress(errors.NotQuiesced):
+                got = a.dispatch_recv()
         finally:
             masking.join()
             a.set_timeout(LIMIT)
             other.mask(0, "it stands still")
             stalls[0].go.set()
-        got = a.dispatch_recv()
+        failed = got is None
+        if got is None:
+            got = a.dispatch_recv()
         y = torch.zeros(len(got.x), HIDDEN, dtype=torch.bfloat16)
         for local, number in enumerate(a.local_experts):
             y[got.of(local)] = expert(number, got.x[got.of(local)])
@@ -337,6 +342,11 @@ def test_rs_1_rows_of_a_receive_that_failed_are_there_in_the_next_one(host: Host
             thread.join(LIMIT)
             assert not thread.is_alive()
         assert torch.equal(sums[2], unsharded(*given(2), gone))
+        return failed
+
+
+def test_rs_1_rows_of_a_receive_that_failed_are_there_in_the_next_one(host: Host) -> None:
+    assert any(receive_fails_and_has_its_rows_in_the_next(host) for _ in range(5))
 
 
 def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: Host) -> None:
