@@ -284,7 +284,7 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
 
 
 def receive_fails_and_has_its_rows_in_the_next(host: Host) -> bool:
-    """Whether the receive failed. The shared row may be offered to rank 2 first: it doesn't then.
+    """Whether the receive failed, which it now and then does not on a busy machine.
 
     Rows come in rounds. After the first ones, memory that a masked rank may store to is in the way.
     """

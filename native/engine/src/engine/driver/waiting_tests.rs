@@ -8,7 +8,7 @@ use std::{
 use super::parker::Sleeper;
 use crate::{
     api::{EngineConfig, Spin, TransportKind},
-    engine::{Local, Op, Remote, Submit, TransferEngine},
+    engine::{Counter, Handle, Local, Op, Remote, Submit, TransferEngine},
 };
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -25,16 +25,28 @@ fn engine(transport: TransportKind) -> TransferEngine {
     .unwrap()
 }
 
-fn a_caller_that_waits_needs_no_worker(transport: TransportKind) {
-    let (a, b) = (engine(transport), engine(transport));
+/// Begins a write of 8 bytes that counts, at each call.
+fn counted_writes<'a>(
+    a: &'a TransferEngine,
+    b: &TransferEngine,
+    counter: &'a Counter,
+) -> impl Fn() -> Handle + Sync + 'a {
     let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
-    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
-    let write = || {
+    let there = a.import(&dst.descriptor()).unwrap();
+    move || {
+        // The region is held as long as it is written to.
+        let _ = &dst;
         let src = Local { region: &src, offset: 0 };
         let dst = Remote { region: &there, offset: 0 };
         let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
         a.submit(&[op], Submit::default()).unwrap()
-    };
+    }
+}
+
+fn a_caller_that_waits_needs_no_worker(transport: TransportKind) {
+    let (a, b) = (engine(transport), engine(transport));
+    let counter = b.counter().unwrap();
+    let write = counted_writes(&a, &b, &counter);
     write().wait(TIMEOUT).unwrap().unwrap();
     // Joined: it may hold the lock until it ends.
     b.worker.lock().take().unwrap().stop(&b.shared);
@@ -66,14 +78,8 @@ fn a_caller_that_waits_is_woken_by_its_peer_over_tcp() {
 /// A caller that polls, and then gets no core, leaves the engine disarmed.
 fn callers_progress_beside_one_that_gets_no_core(transport: TransportKind) {
     let (a, b) = (engine(transport), engine(transport));
-    let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
-    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
-    let write = || {
-        let src = Local { region: &src, offset: 0 };
-        let dst = Remote { region: &there, offset: 0 };
-        let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
-        a.submit(&[op], Submit::default()).unwrap()
-    };
+    let counter = b.counter().unwrap();
+    let write = counted_writes(&a, &b, &counter);
     write().wait(TIMEOUT).unwrap().unwrap();
     counter.expect(1, &[], TIMEOUT).unwrap().wait(TIMEOUT).unwrap().unwrap();
     let driver = b.shared.driver().unwrap();
