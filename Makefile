@@ -83,14 +83,14 @@ UNITS := $(wildcard tests/integration/test_compat_*.py) \
 	$(addprefix tests/unit/,cli compat families inference kvcache plan replica rl trainers weights)
 OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(EXPERTS))
 PAGES := tests/docs
-# What watches a clock closely: side by side, after all others, with what lets them go first.
+# What watches a clock closely: side by side, after all others.
 CHAOS := tests/chaos tests/soak $(addprefix tests/integration/test_,idle.py starved_hosts.py)
 STRANGERS := tests/integration/test_strangers.py
 DEATHS := $(wildcard tests/integration/test_*deaths.py)
 PROCESSES := tests/rdma $(filter-out $(CHAOS) $(STRANGERS) $(DEATHS) $(UNITS),$(wildcard tests/integration/test_*.py))
-# The longest first; what waits most beside what computes most.
-LANES := test-actors test-units test-experts test-others test-processes
-LAST_LANES := test-deaths test-strangers test-chaos test-pages
+# The longest first; what waits most beside what computes most, and pages where those leave a core idle.
+LANES := test-pages test-actors test-units test-experts test-others test-processes
+LAST_LANES := test-deaths test-strangers test-chaos
 
 # BESIDE names targets that run beside the first lanes, where the core that Python loads isn't built yet; LAST, beside
 # the last. What was left out by any lane for want of a tool is listed at last.
@@ -100,8 +100,8 @@ LAST ?=
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/venv
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(DONE)/native-dev $(BESIDE) $(LANES)
-	$(MAKE) --no-print-directory --jobs 5 --output-sync=target $(LAST_LANES) $(LAST)
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(DONE)/native-dev $(BESIDE) $(LANES)
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(LAST_LANES) $(LAST)
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
@@ -110,7 +110,7 @@ check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 
 # pytest-timeout ends a test in the interpreter; where that stands still, its process ends, with every thread's stack.
 $(LANES) $(LAST_LANES): test-%: $(DONE)/native-dev
-	$(if $(filter pages,$*),nice -n 19) $(BIN)/python -m pytest -q -p no:cacheprovider \
+	$(if $(filter pages,$*),nice -n 5) $(BIN)/python -m pytest -q -p no:cacheprovider \
 		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.
