@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 # A word, or a part of an identifier, and what is written instead.
@@ -36,22 +37,29 @@ RETIRED = {
 }
 
 EXEMPT = ("docs/glossary.md", "scripts/glossary.py")
-_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_PATTERN = re.compile("|".join(rf"(?<![a-z])({word})(?![a-z])" for word in RETIRED), re.IGNORECASE)
+# The words of identifiers too: of `allSay`, `all` and `say`. One retired term is two words.
+_WORD = re.compile("(?i:all_say)|[A-Z]*[a-z]+|[A-Z]+")
+_PATTERN = re.compile("|".join(f"({word})" for word in RETIRED), re.IGNORECASE)
+
+
+@cache
+def _instead(word: str) -> str | None:
+    """What to write for a word, if it is retired."""
+    match = _PATTERN.fullmatch(word)
+    return [*RETIRED.values()][match.lastindex - 1] if match and match.lastindex else None
 
 
 def found(path: str) -> list[str]:
     """Lines with a retired word, as ``path:line: word; what to write``."""
-    instead = list(RETIRED.values())
     try:
         lines = Path(path).read_text().splitlines()
     except (UnicodeDecodeError, IsADirectoryError):
         return []
     return [
-        f"{path}:{number}: `{match[0]}` is retired; write {instead[match.lastindex - 1]}"
+        f"{path}:{number}: `{word}` is retired; write {_instead(word)}"
         for number, line in enumerate(lines, 1)
-        for match in _PATTERN.finditer(_CAMEL.sub(" ", line))
-        if match.lastindex
+        for word in _WORD.findall(line)
+        if _instead(word)
     ]
 
 
