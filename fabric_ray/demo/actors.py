@@ -30,7 +30,7 @@ from fabric_ray.weights.reference import iter_expected
 TIMEOUT = 600.0
 """Seconds that a call of an actor may take."""
 BATCH, HALF = 2, 8
-# Far beyond any cache, so that every pass finds its bytes cold.
+# Far beyond any cache, so that every pass over so much finds its bytes cold.
 _BLOCK = 256 << 20
 
 
@@ -50,11 +50,13 @@ class PlainCopy:
 
     Args:
         threads: that share each copy.
+        nbytes: of a copy, at most; larger ones pass over the same memory again.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._src = np.ones(_BLOCK, dtype=np.uint8)
-        self._dst = np.ones(_BLOCK, dtype=np.uint8)
+    def __init__(self, threads: int, nbytes: int = _BLOCK) -> None:
+        self._room = -(-min(nbytes, _BLOCK) // threads)
+        self._src = np.ones(self._room * threads, dtype=np.uint8)
+        self._dst = np.ones(self._room * threads, dtype=np.uint8)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
 
@@ -66,10 +68,9 @@ class PlainCopy:
         return time.perf_counter() - start
 
     def _share(self, thread: int, nbytes: int) -> None:
-        room = _BLOCK // self._threads
-        at = thread * room
+        at = thread * self._room
         while nbytes:
-            n = min(nbytes, room)
+            n = min(nbytes, self._room)
             ctypes.memmove(self._dst.ctypes.data + at, self._src.ctypes.data + at, n)
             nbytes -= n
 
@@ -168,7 +169,7 @@ class Trainer:
     def floor(self, nbytes: int, repeats: int) -> float:
         """Median seconds of a plain copy of ``nbytes``, while the other trainers copy theirs."""
         if self._floor is None:
-            self._floor = PlainCopy(self.threads)
+            self._floor = PlainCopy(self.threads, nbytes)
         seconds = []
         for _ in range(repeats):
             dist.barrier()
