@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-chaos test-deaths test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma
+TESTED := check test-lanes test-chaos test-deaths test-ranks test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -37,7 +37,7 @@ endif
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-ranks test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -86,11 +86,12 @@ PAGES := tests/docs
 # What watches a clock closely: side by side, after all others.
 CHAOS := tests/chaos tests/soak $(addprefix tests/integration/test_,idle.py starved_hosts.py)
 STRANGERS := tests/integration/test_strangers.py
-DEATHS := $(wildcard tests/integration/test_*deaths.py)
-PROCESSES := tests/rdma $(filter-out $(CHAOS) $(STRANGERS) $(DEATHS) $(UNITS),$(wildcard tests/integration/test_*.py))
+RANKS := tests/integration/test_moe_deaths.py
+DEATHS := $(filter-out $(RANKS),$(wildcard tests/integration/test_*deaths.py))
+PROCESSES := tests/rdma $(filter-out $(CHAOS) $(STRANGERS) $(DEATHS) $(RANKS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first; what waits most beside what computes most, and pages where those leave a core idle.
 LANES := test-pages test-actors test-units test-experts test-others test-processes
-LAST_LANES := test-deaths test-strangers test-chaos
+LAST_LANES := test-ranks test-deaths test-strangers test-chaos
 
 # BESIDE names targets that run beside the first lanes, where the core that Python loads isn't built yet; LAST, beside
 # the last. What was left out by any lane for want of a tool is listed at last.
@@ -101,7 +102,7 @@ test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/venv
 	@: >$(FABRIC_RAY_LEFT_OUT)
 	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(DONE)/native-dev $(BESIDE) $(LANES)
-	$(MAKE) --no-print-directory --jobs 4 --output-sync=target $(LAST_LANES) $(LAST)
+	$(MAKE) --no-print-directory --jobs 5 --output-sync=target $(LAST_LANES) $(LAST)
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
