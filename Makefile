@@ -111,7 +111,7 @@ check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 
 # pytest-timeout ends a test in the interpreter; where that stands still, its process ends, with every thread's stack.
 $(LANES) $(LAST_LANES): test-%: $(DONE)/native-dev
-	$(if $(filter pages,$*),nice -n 5) $(BIN)/python -m pytest -q -p no:cacheprovider \
+	$(BIN)/python -m pytest -q -p no:cacheprovider \
 		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.
