@@ -81,7 +81,7 @@ def test_tokens_are_cast_to_the_bits_of_torch(
     checks.check_cast(host, CPU, scales, powers_of_two=powers_of_two)
 
 
-@pytest.mark.parametrize("warps", [2, 5])
+@pytest.mark.parametrize("warps", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_blocks_of_several_warps_do_the_same(tmp_path: Path, warps: int) -> None:
     """As on a GPU, where warps of a block share sums, rows and chunks."""
     host = Host(tmp_path, threads=warps * THREADS)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import AllToAll, RowPart, cast, device
 from fabric_ray.moe.tokens import Outgoing, Room
+from tests.examples import by_turns
 from tests.host_kernels import Host
 from tests.moe_ranks import ThreadComm, batch, layer, on_all_ranks, rank_of, unsharded
 from tests.unit.moe.moe_ranks import joined, on_each
@@ -69,8 +70,11 @@ def test_tokens_and_their_scales_come_as_they_do_without_kernels(
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kernels", [(True, True, True), (False, True, True)], ids=str)
-@pytest.mark.parametrize("shared_rows", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("shared_rows", "kernels"),
+    by_turns([1, 3, 7], [(True, True, True), (False, True, True)]),
+    ids=str,
+)
 def test_rows_and_answers_come_in_turns_where_the_shared_buffer_is_small(
     host: Host, kernels: tuple[bool, ...], shared_rows: int
 ) -> None:

@@ -25,7 +25,7 @@ WAIT = 60.0
 SIZES = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": M}
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=pytest.mark.long), True])
 def test_exchanges_connect_again_after_ranks_went_on_apart(host: Host, kernels: bool) -> None:
     """Ranks 0 and 1 make more exchanges than rank 2, which is late and has its own ones."""
     launchers = [host.another() if kernels else None for _ in range(RANKS)]
@@ -122,7 +122,7 @@ def check_sums(found: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=pytest.mark.long), True])
 @on_all_ranks(RANKS)
 def test_ranks_come_back_to_the_same_exchanges(comm: ThreadComm, host: Host, kernels: bool) -> None:
     launcher = host.another() if kernels else None
