@@ -397,6 +397,7 @@ class ElasticBuffer(ElasticCalls):
             way=way,
             recv_topk_idx=idx,
             slots=slots,
+            rank_idx=self.rank_idx,
         )
         return made, received, weights
 

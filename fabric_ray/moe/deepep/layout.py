@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,6 +91,41 @@ class EPHandle:
     recv_topk_idx: Tensor
     """int64 ``[num_recv_tokens, topk]``, this rank's experts counted from 0."""
     slots: Slots
+    rank_idx: int
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """int32 ``[tokens, topk]``: ``num_max_tokens_per_rank`` times this rank, plus the token's
+        number among those that go from this rank to the expert's; -1 for none, and for all but the
+        last of a token's experts on one rank. Unknown over several nodes
+        (:class:`~fabric_ray.moe.deepep.ways.UnknownValue`)."""
+        if (unknown := self._at_forward("dst_buffer_slot_idx")) is not None:
+            return unknown
+        ranks = self.topk_idx.div(len(self.slots.counts), rounding_mode="floor").to(torch.int64)
+        sent = ways.heads_of(ranks, self._num_ranks).gather(1, ranks.clamp(min=0))
+        again = (ranks[:, :, None] == ranks[:, None, :]).triu(1).any(2)
+        first = self.rank_idx * self.num_max_tokens_per_rank
+        return torch.where((ranks < 0) | again, -1, sent + first).to(torch.int32)
+
+    @cached_property
+    def token_metadata_at_forward(self) -> Tensor | None:
+        """``None``; unknown over several nodes."""
+        return self._at_forward("token_metadata_at_forward")
+
+    @cached_property
+    def channel_linked_list(self) -> Tensor | None:
+        """``None``; unknown over several nodes."""
+        return self._at_forward("channel_linked_list")
+
+    @property
+    def _num_ranks(self) -> int:
+        return self.num_experts // len(self.slots.counts)
+
+    def _at_forward(self, name: str) -> Tensor | None:
+        """What only the ranks that forward tokens between nodes know; ``None`` on one node."""
+        if len(self.psum_num_recv_tokens_per_scaleup_rank) == self._num_ranks:
+            return None
+        return ways.UnknownValue.of(name, "recv_src_metadata", self.topk_idx.device)
 
 
 def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:

@@ -120,16 +120,18 @@ class UnknownValue(Tensor):
     the handle; reading it raises."""
 
     _name: str
+    _instead: str
 
     @classmethod
-    def of(cls, name: str, device: torch.device) -> UnknownValue:
+    def of(cls, name: str, instead: str, device: torch.device) -> UnknownValue:
         """
         Args:
             name: DeepEP's.
+            instead: the value of the handle to read in its place.
         """
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         made: UnknownValue = torch.Tensor._make_subclass(cls, nothing)
-        made._name = name
+        made._name, made._instead = name, instead
         return made
 
     @classmethod
@@ -139,12 +141,14 @@ class UnknownValue(Tensor):
         if func in _KNOWN_OF_ANY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        if func is torch.equal and args[0] is args[1]:
+            return True
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
         names = ", ".join(sorted({one._name for one in given}))
         raise Unsupported(
             f"{names} of a dispatch over several nodes: the rank that forwards the tokens counts "
-            "them, and this one does not know that; read recv_gbl_rank_prefix_sum (handle[-4]), or "
-            "the other values of the handle"
+            f"them, and this one does not know that; read {given[0]._instead}, or the other values "
+            "of the handle"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -159,6 +163,7 @@ _KNOWN_OF_ANY = frozenset([
 ])  # fmt: skip
 """What callers ask a tensor for that they only keep."""
 
+_INSTEAD = "recv_gbl_rank_prefix_sum (handle[-4])"
 _PLACES = {6: (4, 3), 10: (0, 7)}
 """By the length of a handle, the places of ``is_token_in_rank`` and of a tensor of all rows."""
 
@@ -252,13 +257,22 @@ def handle_fields(
         to_nodes,
         sent,
         torch.zeros_like(to_nodes),
-        UnknownValue.of("recv_rdma_rank_prefix_sum", where),
+        UnknownValue.of("recv_rdma_rank_prefix_sum", _INSTEAD, where),
         torch.zeros_like(sent),
         came,
         meta,
         node_heads,
-        UnknownValue.of("send_nvl_head", where),
+        UnknownValue.of("send_nvl_head", _INSTEAD, where),
     ]
+
+
+def heads_of(ranks: Tensor, size: int) -> Tensor:
+    """Each token's number among those for a rank, -1 for none: int32 ``[tokens, size]``.
+
+    Args:
+        ranks: int64 ``[tokens, topk]``, repeated ones too; -1 for none.
+    """
+    return _sent(torch.nn.functional.one_hot(ranks + 1, size + 1)[:, :, 1:].amax(1) > 0)[1]
 
 
 def _sent(to: Tensor) -> tuple[Tensor, Tensor]:

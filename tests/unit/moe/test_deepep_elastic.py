@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabric_ray import errors
 from fabric_ray.moe import cast
-from fabric_ray.moe.deepep import ElasticBuffer
+from fabric_ray.moe.deepep import ElasticBuffer, EPHandle
 from tests.host_kernels import Host, launching
 from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 
@@ -46,6 +46,24 @@ def arrived(rank: int, ranks: int, seed: int) -> tuple[Tensor, ...]:
 
 def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def check_values_of_kernels(buffer: ElasticBuffer, handle: EPHandle, idx: Tensor) -> None:
+    """Slots on one node; over several, values that are kept, compared with themselves, not read."""
+    if buffer.num_scaleout_ranks > 1:
+        assert torch.equal(handle.dst_buffer_slot_idx, handle.dst_buffer_slot_idx)
+        for name in ("dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list"):
+            with pytest.raises(errors.Unsupported, match=f"{name} .* read recv_src_metadata"):
+                getattr(handle, name).max()
+        return
+    assert handle.token_metadata_at_forward is handle.channel_linked_list is None
+    want, sent = torch.full(idx.shape, -1), [0] * buffer.num_ranks
+    for token, experts in enumerate(idx.tolist()):
+        last = {e * buffer.num_ranks // EXPERTS: k for k, e in enumerate(experts) if e >= 0}
+        for rank, k in last.items():
+            want[token, k] = buffer.rank_idx * M + sent[rank]
+            sent[rank] += 1
+    assert torch.equal(handle.dst_buffer_slot_idx, want.int())
 
 
 def step(buffer: ElasticBuffer, seed: int, fp8: bool) -> None:
@@ -90,6 +108,7 @@ def step(buffer: ElasticBuffer, seed: int, fp8: bool) -> None:
     assert torch.equal(again_idx, want_idx)
     assert none is None
     assert same is handle
+    check_values_of_kernels(buffer, handle, idx)
 
     # The other layout, and its columns.
     wide, none, wide_w, slots, _ = buffer.dispatch(
