@@ -63,7 +63,7 @@ def vllm_managers(**parallel: int) -> dict[str, Any]:
             VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL=False,
             VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE=True,
             VLLM_DEEPEP_V2_PREFER_OVERLAP=False,
-            VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION=True,
+            VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION=False,
         ),
     }
     return run(

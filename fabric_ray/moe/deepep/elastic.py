@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import comm_of
 from fabric_ray.moe.deepep import normal, ways
@@ -44,12 +44,10 @@ class ElasticBuffer(ElasticCalls):
             ``prefer_overlap_with_compute``, ``sl_idx``, ``num_allocated_qps``,
             ``num_cpu_timeout_secs`` and ``explicitly_destroy``.
         allow_hybrid_mode: a token goes once to each node, and one sum comes back, rounded.
-        allow_multiple_reduction: sums of a rank's experts, and of a node, are rounded on the way.
+        allow_multiple_reduction: sums of a rank's slots, and of a node, are rounded on the way;
+            otherwise they go as float32, which is twice the bytes of bfloat16.
         num_gpu_timeout_secs: after which a silent rank is given up.
         comm: as for :class:`Buffer`, and so are the others.
-
-    Raises:
-        Unsupported: one reduction over several nodes in hybrid mode.
     """
 
     def __init__(
@@ -93,11 +91,6 @@ class ElasticBuffer(ElasticCalls):
         if not allow_hybrid_mode:
             per_node = self.num_ranks
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.num_ranks // per_node, per_node
-        if self.num_scaleout_ranks > 1 and not allow_multiple_reduction:
-            raise Unsupported(
-                "sums of nodes are rounded on their way; allow_hybrid_mode=False, or "
-                "allow_multiple_reduction=True"
-            )
         self.scaleout_rank_idx = self.rank_idx // per_node
         self.scaleup_rank_idx = self.rank_idx % per_node
         self._exchanges = Exchanges(found, engine, float(num_gpu_timeout_secs))
@@ -302,16 +295,9 @@ class ElasticBuffer(ElasticCalls):
             ``[tokens, hidden]``; weights ``[tokens, topk]`` or ``None``; an event.
 
         Raises:
-            Unsupported: slots, and ``allow_multiple_reduction`` is false: a rank's are summed up
-                before they are sent.
             PeerLost: a rank was lost, then or before.
         """
         wait_for(previous_event, previous_event_before_epilogue)
-        if handle.do_expand and not self.allow_multiple_reduction:
-            raise Unsupported(
-                "a rank's slots are summed up and rounded before they are sent; "
-                "allow_multiple_reduction=True"
-            )
         rows = handle.num_expanded_tokens if handle.do_expand else handle.way.rows
         check_rows(
             "answers", x, width=x.shape[-1], dtype=x.dtype, rows=rows, device=handle.topk_idx.device
@@ -324,13 +310,19 @@ class ElasticBuffer(ElasticCalls):
                     f"weights are {weights.dtype} {tuple(weights.shape)}; give float32 {wanted}"
                 )
             ways.check_together(x.device, weights)
+        answers = x
         if handle.do_expand:
-            x = handle.slots.fold(x)
+            answers = handle.slots.fold(x)
             weights = None if weights is None else handle.slots.fold_each(weights)
-        sums = self._sums(handle.way, x, bias)
+        answers = answers.to(torch.float32 if self._sends_float32(handle.do_expand) else x.dtype)
+        sums = self._sums(handle.way, answers, bias).to(x.dtype)
         if weights is not None:
             weights = self._normal.receive(handle.way, weights.contiguous())
         return sums, weights, behind(x, async_with_compute_stream)
+
+    def _sends_float32(self, do_expand: bool) -> bool:
+        """Whether sums that are made before answers arrive aren't rounded."""
+        return not self.allow_multiple_reduction and (do_expand or self.num_scaleout_ranks > 1)
 
     def _first(
         self,
@@ -352,7 +344,8 @@ class ElasticBuffer(ElasticCalls):
         if len(topk_idx) != len(tokens):
             raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(tokens)} tokens")
         width = min(topk_idx.shape[1], self.num_ranks)
-        form, parts = form_of(tokens, scales, width, topk_idx, topk_weights, origin=True)
+        wide = self._sends_float32(do_expand)
+        form, parts = form_of(tokens, scales, width, topk_idx, topk_weights, True, wide)
         if len(tokens) > most:
             raise InvalidArgument(
                 f"{len(tokens)} tokens, and num_max_tokens_per_rank is {most}; raise it on all "
@@ -413,7 +406,8 @@ class ElasticBuffer(ElasticCalls):
             )
         width = handle.way.ranks_of.shape[1]
         idx = None if topk_weights is None else handle.topk_idx
-        form, parts = form_of(tokens, scales, width, idx, topk_weights)
+        wide = self._sends_float32(handle.do_expand)
+        form, parts = form_of(tokens, scales, width, idx, topk_weights, float32_answers=wide)
         got, _ = self._normal.send(form, tokens, parts, handle.way.ranks_of, handle.way)
         local = handle.num_experts // self.num_ranks
         received, _, weights = padded(got, handle.num_recv_tokens, self.rank_idx * local, local)

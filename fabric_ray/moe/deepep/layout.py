@@ -48,11 +48,11 @@ class Slots:
 
     def fold(self, slots: Tensor) -> Tensor:
         """Sums each token's slots in float32, whatever torch's default dtype (RS-1), in the order
-        of its experts: ``[rows, width]``."""
+        of its experts: float32 ``[rows, width]``."""
         total = torch.zeros(len(self.of), slots.shape[1], dtype=torch.float32, device=slots.device)
         for slot in self.of.unbind(1):
             total += torch.where(slot[:, None] >= 0, slots[slot.clamp(min=0)].float(), 0.0)
-        return total.to(slots.dtype)
+        return total
 
     def fold_each(self, slots: Tensor) -> Tensor:
         """Moves slots ``[total]`` to the experts of tokens, ``[rows, topk]``; 0 for experts of

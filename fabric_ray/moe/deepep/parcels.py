@@ -75,11 +75,14 @@ class Form:
     scales_dtype: torch.dtype = torch.float32
     origin: bool = False
     """Whether each token carries its int32 number."""
+    float32_answers: bool = False
     device: torch.device = field(default=torch.device("cpu"), repr=False)
     """What tokens lie on; ranks needn't agree on it, and say of a form what shows."""
 
     @property
     def answers(self) -> torch.dtype:
+        if self.float32_answers:
+            return torch.float32
         return self.dtype if self.dtype in SUMMED else torch.bfloat16
 
     @property
@@ -103,6 +106,7 @@ def form_of(
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
     origin: bool = False,
+    float32_answers: bool = False,
 ) -> tuple[Form, dict[str, Tensor]]:
     """What an exchange for these carries, and its parts."""
     if x.ndim != 2:
@@ -139,6 +143,7 @@ def form_of(
         scales=0 if scales is None else scales.shape[1],
         scales_dtype=torch.float32 if scales is None else scales.dtype,
         origin=origin,
+        float32_answers=float32_answers,
         device=x.device,
     )
     return form, parts

@@ -17,8 +17,13 @@ from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 EXPERTS, TOPK, HIDDEN, M, ALIGNMENT = 8, 3, 256, 16, 4
 
 
-def buffer_of(host: Host, comm: ThreadComm, on_kernels: bool, per_node: int) -> ElasticBuffer:
-    options: dict[str, Any] = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node}
+def buffer_of(
+    host: Host, comm: ThreadComm, on_kernels: bool, per_node: int, once: bool
+) -> ElasticBuffer:
+    options: dict[str, Any] = {
+        "num_max_tokens_per_rank": M, "ranks_per_node": per_node,
+        "allow_multiple_reduction": not once,
+    }  # fmt: skip
     if on_kernels:
         options |= launching(host, comm.stack, None if per_node == comm.size() else 2)
     return ElasticBuffer(comm=comm, **options)
@@ -137,44 +142,51 @@ def step(buffer: ElasticBuffer, seed: int, fp8: bool) -> None:
     assert torch.equal(plain(cached), plain(wide))
     assert torch.equal(cached_w, wide_w)
 
-    # Answers: each row, or slot, is answered with itself.
+    # Answers: each row is answered with a multiple of itself, and each slot with itself.
     there = [(idx >= 0) & (idx // local == r) for r in range(ranks)]
     own = (cast.back(*sent) if fp8 else x).float()
     bias = (torch.randn(x.shape).to(torch.bfloat16), torch.randn(x.shape).to(torch.bfloat16))
     per_node = buffer.num_scaleup_ranks
+
+    def once(part: Tensor) -> Tensor:
+        """A part of sums, as it is sent."""
+        return part.to(torch.bfloat16).float() if buffer.allow_multiple_reduction else part
 
     def summed(of_rank: Any) -> Tensor:
         total = torch.zeros(x.shape)
         for first in range(0, ranks, per_node):
             of_node = torch.zeros(x.shape)
             for r in range(first, first + per_node):
-                of_node += of_rank(there[r])
-            total += of_node.to(torch.bfloat16).float() if per_node < ranks else of_node
+                of_node += of_rank(r)
+            total += once(of_node) if per_node < ranks else of_node
         return total
 
-    rows = summed(lambda here: own * here.any(1)[:, None])
-    out, out_w, _ = buffer.combine(want_x, handle, topk_weights=recv_w, bias=bias[0])
+    rows = summed(lambda r: own * 2**r * there[r].any(1)[:, None])
+    out, out_w, _ = buffer.combine(want_x * 2**rank, handle, topk_weights=recv_w, bias=bias[0])
     assert torch.equal(out, (rows + bias[0].float()).to(torch.bfloat16))
     assert torch.equal(out_w, w)
-    folded = summed(lambda here: (own * here.sum(1)[:, None]).to(torch.bfloat16).float())
+    folded = summed(lambda r: once(own * there[r].sum(1)[:, None]))
     out, out_w, _ = buffer.combine(plain(wide), slots, topk_weights=wide_w, bias=bias)
     assert torch.equal(out, (folded + bias[0].float() + bias[1].float()).to(torch.bfloat16))
     assert torch.equal(out_w, w)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_node", "on_kernels"),
+    ("ranks", "per_node", "once", "on_kernels"),
     [
         pytest.param(*shape, on_kernels, marks=pytest.mark.long if on_kernels and slow else [])
-        for shape, slow in {(1, 1): 0, (2, 2): 1, (4, 4): 1, (4, 2): 1, (2, 1): 1}.items()
+        for shape, slow in {
+            (1, 1, False): 0, (2, 2, True): 1, (4, 4, False): 1, (4, 2, False): 1, (4, 2, True): 1,
+            (2, 1, False): 1,
+        }.items()
         for on_kernels in (False, True)
     ],
-)
+)  # fmt: skip
 def test_both_layouts_and_both_ways_are_those_of_one_place(
-    host: Host, ranks: int, per_node: int, on_kernels: bool
+    host: Host, ranks: int, per_node: int, once: bool, on_kernels: bool
 ) -> None:
     def work(comm: ThreadComm) -> None:
-        buffer = buffer_of(host, comm, on_kernels, per_node)
+        buffer = buffer_of(host, comm, on_kernels, per_node, once)
         assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
         for seed, fp8 in enumerate([False, True, False]):
             step(buffer, seed, fp8)
@@ -249,47 +261,40 @@ def test_what_a_caller_does_to_results_changes_no_handle(comm: ThreadComm) -> No
 
 @on_all_ranks(2)
 def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> None:
-    invalid, unsupported = errors.InvalidArgument, errors.Unsupported
-    with pytest.raises(unsupported, match="nodes are rounded"):
-        ElasticBuffer(comm=comm, allow_multiple_reduction=False, ranks_per_node=1)
-    once = ElasticBuffer(
-        comm=comm, num_max_tokens_per_rank=M, allow_multiple_reduction=False,
-        allow_hybrid_mode=False, ranks_per_node=1,
-    )  # fmt: skip
-    assert once.get_physical_domain_size() == (2, 1)
-    assert once.get_logical_domain_size() == (1, 2)
+    buffer = ElasticBuffer(
+        comm=comm, num_max_tokens_per_rank=M, allow_hybrid_mode=False, ranks_per_node=1
+    )
+    assert buffer.get_physical_domain_size() == (2, 1)
+    assert buffer.get_logical_domain_size() == (1, 2)
     x, idx, w = batches(2, 0)[comm.rank()]
-    wide, *_, slots, _ = once.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=True)
-    with pytest.raises(unsupported, match="allow_multiple_reduction"):
-        once.combine(wide, slots)
-    recv, _, recv_w, handle, _ = once.dispatch(x, idx, w, num_experts=EXPERTS)
+    recv, _, recv_w, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
     given = {"topk_idx": idx, "num_experts": EXPERTS}
     for words, call in [
-        ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
+        ("send fewer", lambda: buffer.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
         *(
             (
                 r"give torch.int32 \[4\]",
-                lambda stats=stats: once.dispatch(
+                lambda stats=stats: buffer.dispatch(
                     x, **given, cumulative_local_expert_recv_stats=stats
                 ),
             )
             for stats in (torch.zeros(4), torch.zeros(3).int(), torch.zeros(4, 1).int())
         ),
-        ("or a handle", lambda: once.dispatch(x)),
-        ("or a handle", lambda: once.dispatch(x, idx)),
-        ("evenly", lambda: once.dispatch(x, idx, num_experts=7)),
-        ("leave them out", lambda: once.dispatch(x, idx, handle=handle)),
-        ("leave them out", lambda: once.dispatch(x, handle=handle, do_cpu_sync=True)),
-        ("handle's is", lambda: once.dispatch(x, handle=handle, expert_alignment=3)),
-        ("handle's is", lambda: once.dispatch(x, handle=handle, do_expand=True)),
-        ("the handle is for", lambda: once.dispatch(x[:0], handle=handle)),
-        ("are needed", lambda: once.combine(recv[:0], handle)),
-        ("bias", lambda: once.combine(recv, handle, bias=recv[:0])),
-        ("weights", lambda: once.combine(recv, handle, topk_weights=recv_w.double())),
+        ("or a handle", lambda: buffer.dispatch(x)),
+        ("or a handle", lambda: buffer.dispatch(x, idx)),
+        ("evenly", lambda: buffer.dispatch(x, idx, num_experts=7)),
+        ("leave them out", lambda: buffer.dispatch(x, idx, handle=handle)),
+        ("leave them out", lambda: buffer.dispatch(x, handle=handle, do_cpu_sync=True)),
+        ("handle's is", lambda: buffer.dispatch(x, handle=handle, expert_alignment=3)),
+        ("handle's is", lambda: buffer.dispatch(x, handle=handle, do_expand=True)),
+        ("the handle is for", lambda: buffer.dispatch(x[:0], handle=handle)),
+        ("are needed", lambda: buffer.combine(recv[:0], handle)),
+        ("bias", lambda: buffer.combine(recv, handle, bias=recv[:0])),
+        ("weights", lambda: buffer.combine(recv, handle, topk_weights=recv_w.double())),
     ]:
-        with pytest.raises(invalid, match=words):
+        with pytest.raises(errors.InvalidArgument, match=words):
             call()
-    once.destroy()
+    buffer.destroy()
 
 
 @pytest.mark.parametrize("expand", [False, True])
