@@ -155,13 +155,13 @@ class UnknownValue(Tensor):
         return f"UnknownValue({self._name})"
 
 
-_KEPT_WITH = ("device", "dtype", "is_cuda", "requires_grad", "grad_fn", "is_leaf")
+_KEPT_WITH = ("device", "dtype", "is_cuda", "requires_grad", "grad_fn", "is_leaf", "shape")
 _KNOWN_OF_ANY = frozenset([
     *(getattr(Tensor, name).__get__ for name in _KEPT_WITH),
     Tensor.record_stream,
     Tensor.__hash__,
 ])  # fmt: skip
-"""What callers ask a tensor for that they only keep."""
+"""What callers ask a tensor for that they only keep; torch's checkpoints compare shapes."""
 
 _INSTEAD = "recv_gbl_rank_prefix_sum (handle[-4])"
 _PLACES = {6: (4, 3), 10: (0, 7)}

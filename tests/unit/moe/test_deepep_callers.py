@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import cast
-from fabric_ray.moe.deepep import Buffer, Config, EventHandle, EventOverlap
+from fabric_ray.moe.deepep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 
 EXPERTS, TOPK, M, HIDDEN = 8, 3, 9, 512
@@ -189,6 +190,46 @@ def check_fields_over_nodes(handle: Any, batches: list[Any], me: int) -> None:
             with pytest.raises(errors.Unsupported, match=f"^{name} of a dispatch over several"):
                 read(value)
     assert {one.dtype for one in (to_nodes, sent, came, heads, nvl, recv_rdma)} == {torch.int32}
+
+
+class _Layer(torch.autograd.Function):
+    """A layer of identical experts, whose handle's tensors are kept as NeMo Automodel keeps them:
+    a checkpoint gives those of a second forward pass to the handle of the first."""
+
+    FIELDS = (
+        "topk_idx", "psum_num_recv_tokens_per_scaleup_rank", "psum_num_recv_tokens_per_expert",
+        "recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward",
+        "channel_linked_list", "num_unaligned_recv_tokens_per_expert",
+    )  # fmt: skip
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, idx: Any, buffer: ElasticBuffer) -> Any:
+        y, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=EXPERTS)
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.kept = [name for name in _Layer.FIELDS if getattr(handle, name, None) is not None]
+        ctx.save_for_backward(*(getattr(handle, name) for name in ctx.kept))
+        return buffer.combine(y, handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
+            setattr(ctx.handle, name, tensor)
+        rows, *_ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)
+        return ctx.buffer.combine(rows, ctx.handle)[0], None, None
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@on_all_ranks(2)
+def test_a_checkpoint_may_keep_what_is_in_a_handle(comm: ThreadComm, per_node: int) -> None:
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M, ranks_per_node=per_node)
+    x, idx, _ = batch(comm.rank(), 6, EXPERTS, TOPK, HIDDEN)
+    x = x.requires_grad_()
+    out = checkpoint(_Layer.apply, x, idx, buffer, use_reentrant=False)
+    out.sum().backward()
+    ranks = torch.stack([((idx >= 0) & (idx * 2 // EXPERTS == r)).any(1) for r in range(2)]).sum(0)
+    assert torch.equal(out, x * ranks[:, None])
+    assert torch.equal(x.grad, ranks[:, None].expand(x.shape).to(x.dtype))
+    buffer.destroy()
 
 
 @on_all_ranks(2)
