@@ -17,7 +17,12 @@ from fabric_ray.moe.deepep.elastic_memory import Engram, Ring, Sessions
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind
 from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
-from fabric_ray.moe.deepep.shared_calls import check_counted, ranks_of_a_node, wait_for
+from fabric_ray.moe.deepep.shared_calls import (
+    Runtime,
+    check_counted,
+    ranks_of_a_node,
+    wait_for,
+)
 from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes, up
 from fabric_ray.moe.exchanges import Exchanges
 from fabric_ray.moe.rows import check_rows, check_statistics
@@ -94,6 +99,8 @@ class ElasticBuffer(ElasticCalls):
         self.scaleout_rank_idx = self.rank_idx // per_node
         self.scaleup_rank_idx = self.rank_idx % per_node
         self._exchanges = Exchanges(found, engine, float(num_gpu_timeout_secs))
+        self.runtime: Runtime | None = Runtime(self.num_rdma_ranks)
+        """``None`` once destroyed, as DeepEP's."""
         self._workers = workers
         self._normal = normal.Normal(
             self._exchanges, num_max_tokens_per_rank, per_node, launcher, workers
@@ -174,6 +181,7 @@ class ElasticBuffer(ElasticCalls):
     def destroy(self) -> None:
         """As :meth:`Buffer.destroy`."""
         self._finish_memory(Engram, Ring, Sessions)
+        self.runtime = None
         self._exchanges.close()
 
     # Tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe.deepep.elastic import ElasticBuffer
 from fabric_ray.moe.deepep.layout import EPHandle
-from fabric_ray.moe.deepep.shared_calls import check_counted
+from fabric_ray.moe.deepep.shared_calls import Runtime, check_counted
 
 Handle: TypeAlias = tuple[Any, ...]
 """Of :meth:`HybridEPBuffer.dispatch` seven values, of ``dispatch_with_permute`` eleven, in DeepEP's
@@ -99,6 +99,13 @@ class HybridEPBuffer:
             buffer_config=BufferConfig(hidden_dim, max_num_of_tokens_per_rank, num_local_experts)
         )
         """Callers read the sizes in its ``buffer_config``, to see whether this buffer suffices."""
+        self.config = self.configurer.buffer_config
+        """Likewise, of DeepEP before 2026-04."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """``None`` once destroyed."""
+        return self._buffer.runtime
 
     def empty_jit_cache(self) -> None:
         """Nothing: kernels are compiled where they run."""

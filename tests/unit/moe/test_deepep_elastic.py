@@ -192,7 +192,10 @@ def test_both_layouts_and_both_ways_are_those_of_one_place(
             step(buffer, seed, fp8)
         buffer.check()
         buffer.barrier()
+        assert buffer.runtime is not None
+        assert buffer.runtime.get_num_rdma_ranks() == ranks // per_node
         buffer.destroy()
+        assert buffer.runtime is None
 
     on_ranks(ranks, work)
 

@@ -203,6 +203,9 @@ def test_rows_of_tokens_and_weights_of_a_node(comm: ThreadComm, per_node: int) -
 @on_all_ranks(2)
 def test_what_is_wrong_is_named(comm: ThreadComm) -> None:
     buffer = HybridEPBuffer(comm, HIDDEN, 8, EXPERTS // 2)
+    sizes = (buffer.config.hidden_dim, buffer.config.max_num_of_tokens_per_rank)
+    assert sizes == (HIDDEN, 8)
+    assert buffer.runtime is not None
     x, routes, probs = routed(comm.rank(), 2)
     call, invalid = buffer.dispatch_with_permute, errors.InvalidArgument
     for words, options in [
