@@ -239,17 +239,24 @@ class Exchanges:
         self._lost_first |= {rank for rank, _ in lost} - self._left_out_by - {*told}
         return lost
 
-    def check_whole(self) -> None:
+    def check_whole(self, received: AnyExchange | None = None) -> None:
         """Checks that no rank was lost, unless the caller masked it or chose to go on; and that no
         rank has left this one out, whose sums would lack that rank's part (RS-1).
+
+        Args:
+            received: has just received on the host: a rank that has left this one out since it
+                sent its part is no error yet.
 
         Raises:
             PeerLost: a rank was lost: sums lack its part, and so would later sums.
         """
         masked = self.masked
         if self.shrink:
-            if self._left_out_by:
-                ranks = sorted(self._left_out_by)
+            lacking = self._left_out_by
+            if received is not None:
+                lacking = lacking & {one.rank for one in received.lost}
+            if lacking:
+                ranks = sorted(lacking)
                 raise PeerLost(
                     f"ranks {ranks} have left this one out, rank {self.comm.rank()}, and sums here "
                     "lack their part; call clean_mask_buffer() (low_latency_clean_mask_buffer() of "
@@ -267,10 +274,12 @@ class Exchanges:
                     peer=f"rank {rank}",
                 )
 
-    def follow(self, exchange: AllToAll) -> frozenset[int]:
-        """Masks in an exchange the ranks that another one lost; all that take no part."""
+    def follow(self, exchange: AllToAll, receives: bool = False) -> frozenset[int]:
+        """Masks in an exchange the ranks that another one lost; all that take no part. An exchange
+        that receives on the host takes what ranks have sent before they left this one out."""
         masked, here = self.masked, exchange.present
-        for rank in (rank for rank in masked if here[rank]):
+        kept = self._left_out_by if receives else ()
+        for rank in (rank for rank in masked if here[rank] and rank not in kept):
             exchange.mask(rank, masked[rank])
         return frozenset(masked)
 

@@ -146,9 +146,7 @@ class LowLatency:
         def hook() -> None:
             if slot.serves(received.handle) and slot.pending == "low_latency_dispatch":
                 slot.pending = None
-                self._exchanges.follow(slot.exchange)
-                _receive(slot, received)
-                self._exchanges.check_whole()
+                self._receive(slot, lambda: _receive(slot, received))
                 keep(received.x, received.counts, *received.handle[:2])
                 if received.scales is not None:
                     keep(received.scales)
@@ -218,15 +216,26 @@ class LowLatency:
         def hook() -> None:
             if slot.serves(handle) and slot.pending == "low_latency_combine":
                 slot.pending = slot.handle = None
-                self._exchanges.follow(slot.exchange)
-                slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
+                self._receive(
+                    slot, lambda: slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
+                )
                 stats.add(None, slot.exchange)
-                self._exchanges.check_whole()
                 keep(weights, wanted, combined)
             else:  # as in dispatch
                 self._exchanges.check_whole()
 
         return combined, hook
+
+    def _receive(self, slot: Slot, receive: Callable[[], object]) -> None:
+        """The second half of a call, without the ranks that other exchanges lost.
+
+        Raises:
+            PeerLost: what was received lacks a rank's part.
+        """
+        on_host = not slot.exchange.asynchronous
+        self._exchanges.follow(slot.exchange, receives=on_host)
+        receive()
+        self._exchanges.check_whole(slot.exchange if on_host else None)
 
     def _again(self, handle: Handle, routes: _Routes, x: Tensor) -> tuple[Slot, Tensor]:
         """Makes the routes of a handle again, by a dispatch of zeros: it was combined already, or

@@ -173,3 +173,45 @@ def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispat
         assert buffer.lost == {1: "it has destroyed its buffer"}
     buffer.destroy()
     comm.all_gather(b"")
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+@on_all_ranks(3)
+def test_rs_1_a_rank_takes_what_others_sent_before_they_left_it_out(
+    comm: ThreadComm, half: str
+) -> None:
+    buffer = Buffer(None, low_latency_mode=True, enable_shrink=True, comm=comm)
+    x, idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]]).repeat(4, 1)
+
+    def dispatched(hook: bool = False) -> Any:
+        return buffer.low_latency_dispatch(x, idx, 4, 6, use_fp8=False, return_recv_hook=hook)
+
+    def leave_out(hook: Callable[[], None]) -> None:
+        """Rank 2 receives when the others have, and have masked it."""
+        if comm.rank() == 2:
+            comm.all_gather(b"")
+            while len(buffer.lost) < 2:
+                time.sleep(0.01)
+            hook()
+            return
+        hook()
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+        comm.all_gather(b"")
+
+    rows, counts, handle, _, hook = dispatched(hook=True)
+    if half == "dispatch":
+        leave_out(hook)
+        assert counts.tolist() == [12, 0]
+        assert torch.equal(rows[0], torch.ones(12, 128, dtype=torch.bfloat16))
+    else:
+        hook()
+        sums, _, hook = buffer.low_latency_combine(
+            rows, idx, torch.ones(4, 3), handle, return_recv_hook=True
+        )
+        leave_out(hook)
+        assert torch.equal(sums, 3 * x)
+    if comm.rank() == 2:
+        with pytest.raises(errors.PeerLost, match="left this one out"):
+            dispatched()
+    comm.all_gather(b"")
+    buffer.leave()
