@@ -231,7 +231,7 @@ class Normal:
         lane.exchange.dispatch_send(x, ranks_of, **parts)
         got = lane.exchange.dispatch_recv()
         got = lane.came(got, None if handle is None else handle.rows)
-        self._check_none_lost()
+        self._check_none_lost(lane)
         if handle is not None:
             self._check_ways(handle, lane, len(got.x))
         if handle is None:
@@ -273,7 +273,7 @@ class Normal:
         to_each = torch.arange(ranks, dtype=torch.int64, device="cpu")[:, None]
         exchange.dispatch_send(per_expert.cpu().to(torch.int32).view(ranks, local), to_each)
         total = exchange.dispatch_recv().x.sum(0)
-        self._check_none_lost()
+        self._exchanges.check_whole(exchange)
         return [int(n) for n in total]
 
     def receive(self, handle: Handle, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -302,7 +302,7 @@ class Normal:
 
     def _answered(self, lane: _Lane, y: Tensor, dtype: torch.dtype | None) -> Tensor:
         sums = lane.answer(y, dtype)
-        self._check_none_lost()
+        self._check_none_lost(lane)
         return sums
 
     def check(self) -> None:
@@ -374,8 +374,9 @@ class Normal:
                     peer=f"rank {rank}",
                 )
 
-    def _check_none_lost(self) -> None:
-        self._exchanges.check_whole()
+    def _check_none_lost(self, received: _Lane | None = None) -> None:
+        on_host = received is not None and not received.on_device
+        self._exchanges.check_whole(received.exchange if received and on_host else None)
 
     def _check_all_here(self) -> None:
         # DeepEP's calls have no place to say whose answers sums over several nodes are without.

@@ -175,6 +175,46 @@ def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispat
     comm.all_gather(b"")
 
 
+@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+@on_all_ranks(3)
+def test_rs_1_a_normal_call_takes_what_others_sent_before_they_left_its_rank_out(
+    comm: ThreadComm, half: str
+) -> None:
+    buffer = Buffer(None, enable_shrink=True, comm=comm, max_tokens=M)
+    x, idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]]).repeat(4, 1)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 6)
+
+    def step(combines: bool = half == "combine_recv") -> None:
+        rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert)
+        assert len(rows) == 12
+        if combines:
+            assert torch.equal(buffer.combine(rows, handle)[0], 3 * x)
+
+    step(combines=True)
+    ((lane,),), (counts,) = buffer._normal._lanes.values(), buffer._normal._counts.values()
+    last = counts if half == "dispatch_recv" else lane.exchange
+    receive = getattr(last, half)
+
+    def late(*given: Any, **options: Any) -> Any:
+        """Rank 2 receives when the others have, and have masked it."""
+        comm.all_gather(b"")
+        while len(buffer.lost) < 2:
+            time.sleep(0.01)
+        return receive(*given, **options)
+
+    if comm.rank() == 2:
+        setattr(last, half, late)
+        step()
+        with pytest.raises(errors.PeerLost, match="left this one out"):
+            step()
+    else:
+        step()
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+        comm.all_gather(b"")
+    comm.all_gather(b"")
+    buffer.leave()
+
+
 @pytest.mark.parametrize("half", ["dispatch", "combine"])
 @on_all_ranks(3)
 def test_rs_1_a_rank_takes_what_others_sent_before_they_left_it_out(
