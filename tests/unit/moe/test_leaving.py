@@ -156,6 +156,42 @@ def test_rs_4_a_rank_that_waits_for_one_that_another_masked_is_not_given_up(
     buffer.leave()
 
 
+@pytest.mark.parametrize(("ranks", "leaving"), [(3, [2]), (4, [2, 3])])
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_go_on_at_once_without_those_that_destroy_their_buffers(
+    ranks: int, leaving: list[int], late: bool
+) -> None:
+    """They neither wait for one another nor leave these out, also where others make calls when
+    they are gone."""
+
+    def work(comm: ThreadComm) -> None:
+        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
+            options = {"comm": comm, "engine": engine, "timeout": 1.0}
+            buffer = Buffer(low_latency_mode=True, enable_shrink=True, **options)
+            x, idx, w = batch(comm.rank(), 8, 2 * ranks, 3, 256)
+
+            def step() -> None:
+                y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 2 * ranks, use_fp8=False)
+                assert isinstance(y, torch.Tensor)
+                buffer.low_latency_combine(y, idx, w, handle)
+
+            step()
+            comm.all_gather(b"")
+            if comm.rank() in leaving:
+                buffer.destroy()
+            if late:
+                comm.all_gather(b"")
+            if comm.rank() not in leaving:
+                for _ in range(3):
+                    step()
+                assert sorted(buffer.lost) == leaving
+                assert not any("did not finish" in cause for cause in buffer.lost.values())
+            comm.all_gather(b"")
+            buffer.leave()
+
+    on_ranks(ranks, work)
+
+
 @on_all_ranks(3)
 def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispatch_first(
     comm: ThreadComm,

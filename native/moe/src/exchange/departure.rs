@@ -44,7 +44,8 @@ impl ExchangeState {
     }
 
     /// As [`ExchangeState::lose`], for a rank that may live: it is told, so that it doesn't go on
-    /// with a part of the ranks (RS-1).
+    /// with a part of the ranks (RS-1). A rank that makes no further call tells none: the others go
+    /// on together.
     pub fn give_up(
         &mut self,
         rank: u32,
@@ -55,7 +56,7 @@ impl ExchangeState {
         let told = self.was_given_up_by(rank);
         let links = [&self.links, &self.newcomers].map(|all| all.get(rank as usize));
         let link = links.into_iter().flatten().flatten().next();
-        if let Some(link) = link.filter(|_| !told) {
+        if let Some(link) = link.filter(|_| !told && !self.departures_expected) {
             actions.push(Action::Write {
                 endpoint: Arc::clone(&link.endpoint),
                 write: RemoteWrite::count(MessageKind::GivenUp),

@@ -126,8 +126,12 @@ impl ExchangeState {
         }
     }
 
-    /// Signals each rank that this one waits, unless it waits for that rank alone.
+    /// Signals each rank that this one waits, unless it waits for that rank alone. A rank that
+    /// makes no further call does not signal: what others wait for never comes.
     fn signal_waiting(&mut self, actions: &mut Vec<Action>) {
+        if self.departures_expected {
+            return;
+        }
         let holds_up =
             |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.endpoint.rank).collect();
@@ -310,8 +314,12 @@ mod tests {
         assert!(matches!(send(&all[0]), Err(EngineError::NotQuiesced { .. })));
         assert_eq!(signals(&all[0]), 0);
         assert!(!all[0].inner.state.lock().heartbeat_scheduled);
-        // A rank that has left does not signal.
+        // Neither does a rank that makes no further call, nor one that has left.
         all[0].inner.state.lock().awaited.push(Condition::MayDispatch);
+        assert_eq!(signals(&all[0]), 1);
+        all[0].expect_departures();
+        assert_eq!(signals(&all[0]), 0);
+        all[0].inner.state.lock().departures_expected = false;
         all[0].leave();
         assert_eq!(signals(&all[0]), 0);
     }
