@@ -59,7 +59,11 @@ pub fn blocks(bytes: &[u8]) {
 mod tests {
     use std::{fs, path::Path, sync::Arc};
 
-    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+    use fabric_engine::{
+        api::{EngineConfig, EngineId},
+        simulation::SimNet,
+        transport::sim::SimConfig,
+    };
     use proptest::prelude::*;
 
     use super::*;
@@ -98,6 +102,7 @@ mod tests {
             spec,
             incarnation: 1,
             events: vec![2, 3, 4],
+            engine: EngineId([9; 16]),
             proxy: vec![7; 40],
         }
         .to_bytes()

@@ -24,6 +24,7 @@ pub mod rank_descriptor;
 pub mod routes;
 mod shape;
 pub mod throughput;
+mod waiting_signals;
 
 pub use exchange::{AllToAll, Dispatched, LostPeer, MessageKind};
 pub use shape::{AnswerFormat, Shape};

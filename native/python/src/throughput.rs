@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use fabric_engine::api::EngineId;
 use fabric_moe::{
     self as moe,
     kernels::{Part, PartMut},
@@ -29,6 +30,13 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct MoeThroughput(DetachedDrop<Throughput>);
 
+impl MoeThroughput {
+    /// One of the exchanges of an engine.
+    fn of(exchange: Throughput, engine: EngineId) -> Self {
+        Self(DetachedDrop::new(exchange.of_engine(engine)))
+    }
+}
+
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
 fn kernel_memory(
@@ -49,7 +57,8 @@ fn kernel_memory(
 
 #[pymethods]
 impl MoeThroughput {
-    /// `engine` is the model for the configuration of the proxy threads' engines.
+    /// `engine` is the model for the configuration of the proxy threads' engines. Its exchanges
+    /// count the signals of one another.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, kernels=None))]
@@ -87,14 +96,14 @@ impl MoeThroughput {
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
         let member = Member { rank, incarnation };
         let timeout = self::timeout(py, timeout)?;
-        let config = engine.config.clone();
+        let (config, id) = (engine.config.clone(), engine.engine.id());
         if let Some(kernels) = kernels {
             let memory = kernel_memory(py, &spec, kernels)?;
             let open = || Throughput::open_with_kernels(&config, spec, member, timeout, memory);
-            return py.detach(open).map(|t| Self(DetachedDrop::new(t))).or_raise(py);
+            return py.detach(open).map(|t| Self::of(t, id)).or_raise(py);
         }
         let opened = py.detach(|| Throughput::open(&config, spec, member, timeout));
-        opened.map(|t| Self(DetachedDrop::new(t))).or_raise(py)
+        opened.map(|t| Self::of(t, id)).or_raise(py)
     }
 
     /// The memory areas of this rank: purpose, content, bytes.

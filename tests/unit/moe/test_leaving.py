@@ -156,6 +156,49 @@ def test_rs_4_a_rank_that_waits_for_one_that_another_masked_is_not_given_up(
     buffer.leave()
 
 
+@on_all_ranks(3)
+def test_rs_4_a_rank_that_waits_in_one_mode_is_not_given_up_in_the_other(comm: ThreadComm) -> None:
+    """Rank 2 makes no call when rank 0 waits for its answers in the low-latency mode. Rank 1 needs
+    none, and waits for both in the high-throughput mode."""
+    options: dict[str, Any] = {
+        "rank": comm.rank(),
+        "ranks": 3,
+        "experts": 3,
+        "topk": 1,
+        "hidden": HIDDEN,
+        "max_tokens": 1,
+        "dtype": torch.float32,
+        "answer_dtype": torch.float32,
+        "timeout": 1.0,
+    }
+    engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
+    direct = AllToAll(engine, **options)
+    high = ThroughputAllToAll(engine, ranks_per_node=1, **options)
+    for one in (direct, high):
+        one.connect(comm.all_gather(one.descriptor()))
+    comm.all_gather(b"")
+
+    def step(one: AllToAll | ThroughputAllToAll, *, answers: bool = True) -> None:
+        one.dispatch_send(torch.ones(1, HIDDEN), torch.tensor([[(2, 1, 2)[comm.rank()]]]))
+        rows = one.dispatch_recv()
+        if answers:
+            one.combine_send(rows.x)
+            one.combine_recv()
+
+    for one in (direct, high):
+        step(one)
+    if comm.rank() == 2:
+        step(direct, answers=False)
+    else:
+        step(direct)
+        with pytest.raises(errors.PeerLost):
+            step(high)
+        assert [lost.rank for lost in high.lost] == [2]
+    comm.all_gather(b"")
+    del one, direct, high
+    engine.close()
+
+
 @pytest.mark.parametrize(("ranks", "leaving"), [(3, [2]), (4, [2, 3])])
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_go_on_at_once_without_those_that_destroy_their_buffers(
@@ -166,8 +209,9 @@ def test_ranks_go_on_at_once_without_those_that_destroy_their_buffers(
 
     def work(comm: ThreadComm) -> None:
         with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            options = {"comm": comm, "engine": engine, "timeout": 1.0}
-            buffer = Buffer(low_latency_mode=True, enable_shrink=True, **options)
+            buffer = Buffer(
+                low_latency_mode=True, enable_shrink=True, comm=comm, engine=engine, timeout=1.0
+            )
             x, idx, w = batch(comm.rank(), 8, 2 * ranks, 3, 256)
 
             def step() -> None:

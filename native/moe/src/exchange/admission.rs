@@ -11,12 +11,12 @@ use super::{
     conditions::Condition,
     link::{ExportedRegions, MessageKind, PeerEndpoint, PeerLink, MESSAGE_KINDS},
     state::{ExchangeState, LostPeer},
-    waiting_signals::WaitingSignals,
     AllToAll, Inner,
 };
 use crate::{
     checks::check_peer,
     rank_descriptor::{PeerExport, RankDescriptor},
+    waiting_signals::WaitingSignals,
 };
 
 impl AllToAll {
@@ -130,7 +130,8 @@ impl AllToAll {
         };
         let link_id = state.new_link_id();
         let engines = (inner.engine.id(), peer.id());
-        let waiting = WaitingSignals::of(engines, &exported.counters);
+        let counters = Arc::downgrade(&exported.counters);
+        let waiting = WaitingSignals::of(engines, counters);
         let endpoint = PeerEndpoint {
             rank,
             link_id,

@@ -6,7 +6,7 @@
 //! that stalled is given up.
 //!
 //! A rank makes calls of several exchanges in turn, and waits in one of them. So its signals in all
-//! exchanges of its engine count ([`WaitingSignals`]).
+//! exchanges of its engine count, of the high-throughput mode too ([`WaitingSignals`]).
 //!
 //! Silence is counted in heartbeats.
 
@@ -20,10 +20,9 @@ use super::{
     device::Device,
     link::{MessageKind, PeerLink},
     state::ExchangeState,
-    waiting_signals::WaitingSignals,
     Inner,
 };
-use crate::phase::Phase;
+use crate::{phase::Phase, waiting_signals::WaitingSignals};
 
 /// Minimum number of heartbeats per timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 4;

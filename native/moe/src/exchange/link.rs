@@ -13,8 +13,8 @@ use fabric_engine::{
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
     heartbeat::PeerActivity,
-    waiting_signals::WaitingSignals,
 };
+use crate::waiting_signals::{SignalCount, WaitingSignals};
 
 /// Number of kinds, and of counters of a peer.
 pub const MESSAGE_KINDS: usize = 7;
@@ -78,6 +78,12 @@ pub struct ExportedRegions {
 }
 
 pub type Counters = [Counter; MESSAGE_KINDS];
+
+impl SignalCount for Counters {
+    fn signals(&self) -> u64 {
+        self[MessageKind::Waiting as usize].arrived()
+    }
+}
 
 impl ExportedRegions {
     pub fn memory(&self) -> [Region; 2] {

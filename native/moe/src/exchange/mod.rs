@@ -14,7 +14,6 @@ mod outcomes;
 mod rows;
 mod state;
 mod wait_times;
-mod waiting_signals;
 
 use std::{
     fmt,

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{EngineError, Result, Time};
+use fabric_engine::{api::EngineId, EngineError, Result, Time};
 use fabric_proxy::RankDescriptor as ProxyDescriptor;
 
 use super::{
@@ -19,12 +19,20 @@ use super::{
 use crate::checks::{check_peer, nanos};
 
 impl Throughput {
+    /// Makes this one of the exchanges of an engine, before any descriptor is made: a rank that
+    /// waits in one of them is not given up in another.
+    #[must_use]
+    pub fn of_engine(mut self, engine: EngineId) -> Self {
+        self.engine = engine;
+        self
+    }
+
     /// This rank's descriptor, with its knowledge of other ranks.
     pub fn descriptor(&self) -> Vec<u8> {
         let proxy = self.proxy.descriptor().to_bytes();
         let events = self.machine.lock().events().to_vec();
-        RankDescriptor { spec: self.spec, incarnation: self.member.incarnation, events, proxy }
-            .to_bytes()
+        let (spec, incarnation, engine) = (self.spec, self.member.incarnation, self.engine);
+        RankDescriptor { spec, incarnation, events, engine, proxy }.to_bytes()
     }
 
     /// Admits a rank by its descriptor; returns its number. All ranks are admitted before the first
@@ -67,6 +75,7 @@ impl Throughput {
         machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
         machine.admit(Member { rank, incarnation: descriptor.incarnation }, &descriptor.events)?;
+        machine.share_signals(rank, (self.engine, descriptor.engine));
         self.publish_membership(&machine);
         self.proxy.join(&proxy).map_err(engine_error)?;
         Ok(rank)

@@ -49,7 +49,7 @@ use std::{
 };
 
 use fabric_engine::{
-    api::EngineConfig,
+    api::{EngineConfig, EngineId},
     locks::{Mutex, MutexGuard},
     EngineError, Result, Time,
 };
@@ -127,6 +127,8 @@ pub struct Throughput {
     incarnations: Mutex<Vec<u32>>,
     left_out: Mutex<Vec<u32>>,
     member: Member,
+    /// The engine with which this rank makes its exchanges.
+    engine: EngineId,
     /// Nanoseconds.
     timeout: AtomicU64,
     /// The lifecycle of workers, if kernels execute the exchange.
@@ -176,6 +178,7 @@ impl Throughput {
                 member.rank, spec.shape.ranks, member.incarnation
             )));
         }
+        let engine = engines.0.first().map(|(engine, _)| engine.id()).ok_or(EngineError::Closed)?;
         let config = proxy_config(&spec, member, timeout.saturating_mul(4));
         let device = DeviceMemory::host(&config).map_err(engine_error)?;
         let events = Arc::new(Mutex::new(Vec::new()));
@@ -205,6 +208,7 @@ impl Throughput {
             closed: AtomicBool::new(false),
             events,
             member,
+            engine,
             timeout,
             lifecycle: None,
         })

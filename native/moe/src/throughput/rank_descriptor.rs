@@ -1,6 +1,6 @@
 //! A rank's descriptor, sent before the first exchange.
 
-use fabric_engine::Result;
+use fabric_engine::{api::EngineId, Result};
 use serde::{Deserialize, Serialize};
 
 use super::spec::Spec;
@@ -8,7 +8,7 @@ use crate::rank_descriptor::Format;
 
 /// The version is incremented when the meaning of a descriptor, of a slot, of an atomic word or of
 /// a notice changes.
-pub(crate) const FORMAT: Format = Format { mark: *b"FET", version: 3 };
+pub(crate) const FORMAT: Format = Format { mark: *b"FET", version: 4 };
 
 /// A rank of a high-throughput exchange, as other ranks see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +19,8 @@ pub struct RankDescriptor {
     /// The state of each rank as this rank knows it: twice its incarnation, plus one if that has
     /// ended.
     pub events: Vec<u32>,
+    /// The engine with which the rank makes its exchanges. Those of the proxy are others.
+    pub engine: EngineId,
     /// A [`RankDescriptor`](fabric_proxy::RankDescriptor).
     pub proxy: Vec<u8>,
 }

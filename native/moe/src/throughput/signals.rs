@@ -3,17 +3,22 @@
 //! rank.
 
 use std::{
-    sync::atomic::Ordering::{AcqRel, Acquire},
+    sync::{
+        atomic::Ordering::{AcqRel, Acquire},
+        Arc, Weak,
+    },
     time::Duration,
 };
 
-use fabric_engine::Time;
+use fabric_engine::{api::EngineId, Time};
 use fabric_proxy::{
     command::{Add, Command, CHANNELS},
     fifo::Pusher,
+    raw::AtomicWords,
 };
 
 use super::{commands::Commands, context::Context, membership::Member};
+use crate::waiting_signals::{SignalCount, WaitingSignals};
 
 /// Bits that count ranks, of which there are less than 2^10.
 const REPORTER_BITS: u32 = 10;
@@ -28,6 +33,38 @@ pub const BEATS: u32 = 4;
 /// Maximum interval of these signals, for ranks with shorter timeouts.
 const BEAT: Duration = Duration::from_millis(250);
 
+/// The word at which a rank counts its in-call signals.
+#[derive(Debug)]
+struct InCallCount {
+    words: AtomicWords,
+    slot: u64,
+}
+
+impl InCallCount {
+    fn new(ctx: &Context, rank: u32) -> Self {
+        Self { words: ctx.words.clone(), slot: ctx.layout.beat(rank) }
+    }
+}
+
+impl SignalCount for InCallCount {
+    fn signals(&self) -> u64 {
+        self.words[self.slot as usize].load(Acquire)
+    }
+}
+
+/// The last signal of a rank.
+#[derive(Debug, Default)]
+struct LastSignal {
+    /// Its in-call signals here.
+    beats: u64,
+    /// Its signals in all exchanges, with where it counts them here; none in a simulator.
+    elsewhere: Option<(Arc<WaitingSignals>, Arc<InCallCount>)>,
+    /// Their number when this rank last signalled.
+    waiting: u64,
+    /// When one of the two last changed.
+    at: Time,
+}
+
 #[derive(Debug)]
 pub struct Signals {
     pub commands: Commands,
@@ -40,37 +77,51 @@ pub struct Signals {
     untold: Vec<(u32, Member)>,
     /// By rank: the bits of incarnations before this one are clear in its word.
     ready: Vec<u32>,
-    /// By rank: the count of its in-call signals, and when it last changed.
-    last_beats: Vec<(u64, Time)>,
+    /// By rank.
+    last: Vec<LastSignal>,
 }
 
 impl Signals {
     pub fn new(pusher: Pusher, ranks: u32) -> Self {
-        let last_beats = vec![(0, Time(0)); ranks as usize];
+        let last = (0..ranks).map(|_| LastSignal::default()).collect();
         let ready = vec![INCARNATIONS; ranks as usize];
         let commands = Commands::new(pusher);
-        Self { commands, sent_at: None, losses_drain: None, untold: Vec::new(), last_beats, ready }
+        Self { commands, sent_at: None, losses_drain: None, untold: Vec::new(), last, ready }
+    }
+
+    /// From now on counts a rank's signals in the other exchanges of the two engines, and its
+    /// in-call signals there.
+    pub fn share(&mut self, ctx: &Context, rank: u32, engines: (EngineId, EngineId)) {
+        let here = Arc::new(InCallCount::new(ctx, rank));
+        let count: Weak<InCallCount> = Arc::downgrade(&here);
+        self.last[rank as usize].elsewhere = Some((WaitingSignals::of(engines, count), here));
     }
 
     /// Sends the in-call signal if it is due, and reads those of others.
     pub fn beat(&mut self, ctx: &Context, now: Time, timeout: Duration) {
-        for (rank, (beats, when)) in self.last_beats.iter_mut().enumerate() {
-            let word = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
-            if word != *beats {
-                (*beats, *when) = (word, now);
+        let due = self.sent_at.is_none_or(|at| now.since(at) >= BEAT.min(timeout / BEATS));
+        for (rank, last) in self.last.iter_mut().enumerate() {
+            let beats = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
+            let mut came = beats != std::mem::replace(&mut last.beats, beats);
+            if let Some((elsewhere, _)) = last.elsewhere.as_ref().filter(|_| due) {
+                let waiting = elsewhere.count();
+                // Fewer, when an exchange has ended.
+                came |= waiting > std::mem::replace(&mut last.waiting, waiting);
+            }
+            if came {
+                last.at = now;
             }
         }
-        let due = self.sent_at.is_none_or(|at| now.since(at) >= BEAT.min(timeout / BEATS));
         if due && self.commands.is_flushed() {
             self.sent_at = Some(now);
             self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank), 1);
         }
     }
 
-    /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the
+    /// Whether a rank was in no call for `timeout`, nor waited in another exchange. Its last signal may be one beat older than the
     /// end of its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
-        now.since(self.last_beats[rank as usize].1) >= timeout + timeout / BEATS
+        now.since(self.last[rank as usize].at) >= timeout + timeout / BEATS
     }
 
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{locks::Mutex, EngineError, Result, Time};
+use fabric_engine::{api::EngineId, locks::Mutex, EngineError, Result, Time};
 
 use super::{Channel, Machine, Member, Phase, Signals};
 use crate::throughput::{
@@ -337,6 +337,12 @@ impl Machine {
             Some(LastIncarnation { incarnation: member.incarnation, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
         Ok(())
+    }
+
+    /// Counts a rank's signals in other exchanges of this rank's engine and the rank's, and those
+    /// here in the others.
+    pub fn share_signals(&mut self, rank: u32, engines: (EngineId, EngineId)) {
+        self.signals.share(&self.ctx, rank, engines);
     }
 
     /// Rings with a rank begin with nothing, as it sees them.
