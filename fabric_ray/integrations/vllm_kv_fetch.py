@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fabric_ray import observe
@@ -26,8 +26,8 @@ class _Open:
     """A load whose blocks may still be written to."""
 
     load: Load
-    pulls: Sequence[Pull]
-    """One from each stage of the prefiller's pipeline."""
+    pulls: Sequence[tuple[int, Pull]]
+    """One from each stage of the prefiller's pipeline, by its session."""
     left: int
     """How many of them aren't released."""
     error: FabricError | None = None
@@ -72,38 +72,42 @@ class Fetcher:
     def start(self, loads: Sequence[Load]) -> None:
         """Asks for blocks. Any error is reported as the failure of its load."""
         for load in loads:
-            pulls: list[Pull] = []
+            pulls: list[tuple[int, Pull]] = []
+            stages: Sequence[int] = ()
             error = None
             try:
-                for stage in self._stages(load.offer):
-                    pulls.append(self._pull(load, stage))
+                stages = self._stages(load.offer)
+                for stage in stages:
+                    pulls.append((stage, self._pull(load, stage)))
             except FabricError as raised:
                 error = raised
+                self._decline(load, stages[len(pulls) + 1 :])
             if not pulls:
                 # Nothing was sent, so no peer writes to its blocks.
                 self._ended.append((load, error))
                 continue
             opened = self._open[load.request] = _Open(load, pulls, len(pulls), error)
-            for pull in pulls:
+            for _, pull in pulls:
                 pull.on_release(partial(self._released, opened, pull))
             if error is not None:
-                _cancel(pulls)
+                self._cancel(opened)
 
     def cancel(self, requests: Sequence[str]) -> None:
         """Gives loads up; their ends are reported when nothing can land any more (MR-1)."""
         for request in requests:
             if request in self._open:
                 self._cancelled.add(request)
-                _cancel(self._open[request].pulls)
+                self._cancel(self._open[request])
 
     def decline(self, loads: Sequence[Load]) -> None:
         """Tells prefillers that these pages aren't needed."""
         for load in loads:
             try:
-                for stage in self._stages(load.offer):
-                    self._pull(load, stage)
+                stages = self._stages(load.offer)
             except FabricError as error:
-                _LOG.warning("the pages of request %s stay for a lease: %s", load.request, error)
+                _warn_of_lease(load, error)
+            else:
+                self._decline(load, stages)
 
     def renew(self, leases: Mapping[str, Sequence[int]]) -> None:
         """Renews leases, by the prefiller's offer. One that was lost is not called again for it."""
@@ -159,8 +163,22 @@ class Fetcher:
         if is_over:
             self._ended.append((opened.load, opened.error))
         elif has_failed:
-            _cancel(opened.pulls)  # its blocks would be no use
+            self._cancel(opened)  # its blocks would be no use
         self._on_release()
+
+    def _cancel(self, opened: _Open) -> None:
+        # A stage that never hears of a pull would hold its pages for the decoder.
+        unheard = [stage for stage, pull in opened.pulls if pull.cancel()]
+        self._decline(opened.load, unheard)
+
+    def _decline(self, load: Load, stages: Sequence[int]) -> None:
+        """Tells these stages of a prefiller that a load needs none of their pages."""
+        declined = replace(load, digest=b"", tokens=1, have=0, tables=())
+        for stage in stages:
+            try:
+                self._pull(declined, stage)
+            except FabricError as error:
+                _warn_of_lease(load, error)
 
     def _pull(self, load: Load, prefiller: int) -> Pull:
         claim = Claim(load.transfer, load.digest, load.request, self._ranks, weights())
@@ -206,6 +224,5 @@ class Fetcher:
             self._decoder.disconnect(stage)
 
 
-def _cancel(pulls: Sequence[Pull]) -> None:
-    for pull in pulls:
-        pull.cancel()
+def _warn_of_lease(load: Load, error: FabricError) -> None:
+    _LOG.warning("the pages of request %s stay for a lease: %s", load.request, error)

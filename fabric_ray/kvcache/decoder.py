@@ -77,10 +77,12 @@ class Pull:
     def is_released(self) -> bool:
         return self._released.done()
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         """Cancels the request: :meth:`ready` raises :class:`PullCancelled` unless the request has
-        ended, and :meth:`released` returns when the prefiller confirms that it writes no more."""
-        self._decoder._native.cancel(self._number)
+        ended, and :meth:`released` returns when the prefiller confirms that it writes no more.
+        Returns whether the prefiller will never hear of the request, because its session was not
+        open yet."""
+        return self._decoder._native.cancel(self._number)
 
     def _on_event(self, event: KvEvent, cause: KvCause, text: str) -> None:
         if event == "ready":

@@ -137,8 +137,8 @@ impl KvDecoder {
         py.detach(|| self.0.request(prefiller, pull)).or_raise(py)
     }
 
-    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] request: u64) {
-        py.detach(|| self.0.cancel(request));
+    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] request: u64) -> bool {
+        py.detach(|| self.0.cancel(request))
     }
 
     /// Renews a prefiller's leases by the next beat.

@@ -106,14 +106,27 @@ def test_mr_1_a_load_that_one_stage_fails_ends_when_no_stage_writes_any_more(
     first, last = Stage(stack, [0]), Stage(stack, [1, 2])
     target = Target(stack, None)
     target.start(offer_of([first, last]))
-    # A stage that was not asked by then keeps its pages for the lease.
-    within(10, "the question", lambda: "t" in first.sender._transfers)
     last.sender.give_up("r", "t", "its model failed", held=False)
     # The first stage has its pages yet to compute, and is told that no load waits for them.
     target.ends()
     assert target.fetcher.invalid() == {0, 1}
     first.compute()
     within(10, "the blocks", lambda: "r" in first.sender.sent())
+    assert not any(pages.any() for pages in target.tensors.values())
+
+
+def test_stages_that_were_not_asked_before_a_load_ended_do_not_hold_its_pages(
+    stack: ExitStack,
+) -> None:
+    """The decoder has yet to be welcomed there."""
+    stages = Stage(stack, [0]), Stage(stack, [1, 2])
+    target = Target(stack, None)
+    target.start(offer_of(stages))
+    target.fetcher.cancel(["x"])
+    target.ends()
+    for stage in stages:
+        stage.compute()
+        within(10, "the blocks", lambda stage=stage: "r" in stage.sender.sent())
     assert not any(pages.any() for pages in target.tensors.values())
 
 

@@ -118,6 +118,12 @@ impl DecoderState {
         self.stop(seq, actions);
     }
 
+    /// Whether no process of the prefiller has been sent a request that is under way.
+    pub fn is_unheard(&self, seq: u64) -> bool {
+        let pull = self.pulls.get(&seq);
+        pull.is_some_and(|t| t.processes.iter().all(|e| *e == ProcessState::NotRequested))
+    }
+
     /// Cancels the request at every process of the prefiller.
     pub fn stop(&mut self, seq: u64, actions: &mut Vec<Action>) {
         let Some(pull) = self.pulls.get_mut(&seq) else { return };

@@ -139,8 +139,11 @@ fn a_decoder_that_is_closed_says_so() {
 
 #[test]
 fn what_its_user_ends_says_so() {
-    let cancelled = ends_with(false, |test, seq| test.decoder.cancel(seq));
+    let unheard = |test: &mut TestDecoder, seq| assert!(test.decoder.cancel(seq));
+    let cancelled = ends_with(false, unheard);
     assert_eq!(cancelled, [Event::Failed(Cause::Cancelled), Event::Released]);
+    let heard = |test: &mut TestDecoder, seq| assert!(!test.decoder.cancel(seq));
+    assert_eq!(ends_with(true, heard), [Event::Failed(Cause::Cancelled)]);
     let late = ends_with(false, |test, _| test.passes(1_500));
     assert!(matches!(late.as_slice(), [Event::Failed(Cause::TimedOut(_)), Event::Released]));
 }
