@@ -14,7 +14,7 @@ use fabric_engine::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, Imm, TransportKind},
     domain::{
         Caps, Completion, Count, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity,
-        Pinned, Post, RegionRelease, Token, WorkRequest,
+        Pinned, Post, Receipt, Receipts, RegionRelease, Token, WorkRequest,
     },
     flight::{Cursor, Records, TransferTimes},
     memory::RegionMemory,
@@ -22,7 +22,6 @@ use fabric_engine::{
 };
 
 const MS: u64 = 1_000_000;
-const LINK: LinkId = 1;
 const FOREVER: Duration = Duration::MAX;
 
 /// A link on which the test says what the next poll finds, and how long it looks.
@@ -31,6 +30,12 @@ struct Wire {
     found: Vec<Completion>,
     takes: u64,
     full: bool,
+    /// The link in use.
+    link: LinkId,
+    /// Whether it refuses work as lost, and the next poll has yet to find that it is.
+    lost: bool,
+    /// Whether links end with receipts.
+    receipts: bool,
     /// Writes that were posted, in their order.
     posted: VecDeque<(Token, Option<Count>)>,
 }
@@ -77,20 +82,33 @@ impl Domain for SlowDomain {
         peer: &EngineAddress,
         _endpoint: usize,
     ) -> Result<LinkId, DomainError> {
-        self.wire.lock().unwrap().found.push(Completion::LinkUp {
-            link: LINK,
+        let mut wire = self.wire.lock().unwrap();
+        wire.link += 1;
+        let link = wire.link;
+        wire.found.push(Completion::LinkUp {
+            link,
             peer: PeerIdentity { address: peer.clone(), version: None },
             endpoint: 0,
             name: 0,
             description: "slow link".into(),
         });
-        Ok(LINK)
+        Ok(link)
+    }
+
+    fn receipts(&self) -> Receipts {
+        match self.wire.lock().unwrap().receipts {
+            true => Receipts::InOrder,
+            false => Receipts::None,
+        }
     }
 
     fn disconnect(&mut self, _link: LinkId, _cause: &str) {}
 
     fn post(&mut self, _: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         let mut wire = self.wire.lock().unwrap();
+        if wire.lost {
+            return Err(DomainError::LinkDown("by the test".into()));
+        }
         if wire.full {
             return Ok(Post::Full);
         }
@@ -166,6 +184,19 @@ impl World {
         self.engine.submit(&[op], options).unwrap()
     }
 
+    /// Has the next poll find that the link is lost, and another one in its place.
+    fn reconnect(&self) {
+        let mut wire = self.wire.lock().unwrap();
+        let (link, cause) = (wire.link, DomainError::LinkDown("by the test".into()));
+        let (receipt, unfinished) = (Receipt::InOrder(0), Vec::new());
+        wire.found.push(Completion::LinkDown { link, cause, receipt, unfinished });
+        wire.lost = false;
+        drop(wire);
+        self.drive();
+        self.drive();
+        assert_eq!(self.wire.lock().unwrap().link, link + 1);
+    }
+
     /// Has the next poll take a millisecond; returns the time at which it ends.
     fn slow(&self) -> Time {
         self.wire.lock().unwrap().takes = MS;
@@ -177,7 +208,8 @@ impl World {
         let mut wire = self.wire.lock().unwrap();
         let (token, count) = wire.posted.pop_front().unwrap();
         wire.found.extend(count.map(Completion::Count));
-        wire.found.push(Completion::Done { link: LINK, token, result: Ok(()) });
+        let link = wire.link;
+        wire.found.push(Completion::Done { link, token, result: Ok(()) });
     }
 
     fn records(&self) -> Records {
@@ -247,4 +279,20 @@ fn what_ends_by_its_deadline_is_recorded_when_it_ends() {
     assert!(failed(&arrived) && failed(&done));
     let ended = [w.records().expectations[0].notified, w.times_of_the_write().notified];
     assert_eq!(ended, [end; 2]);
+}
+
+#[test]
+fn work_that_a_lost_link_refuses_waits_for_the_link_that_replaces_it() {
+    let w = World::new();
+    w.wire.lock().unwrap().receipts = true;
+    w.reconnect();
+    w.wire.lock().unwrap().lost = true;
+    let done = w.write(None, FOREVER);
+    w.drive();
+    assert!(w.wire.lock().unwrap().posted.is_empty());
+    assert!(done.poll().is_none(), "{:?}", done.poll());
+    w.reconnect();
+    w.find_write();
+    w.drive();
+    assert_eq!(done.poll(), Some(Ok(())));
 }
