@@ -58,8 +58,18 @@ pub struct EngineAddress {
 }
 
 impl EngineAddress {
+    /// As peers decode it if [`EngineAddress::check_size`] holds.
     pub fn to_bytes(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
+    }
+
+    /// Checks before the encoding is sent that a peer accepts it.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is too long.
+    pub fn check_size(&self) -> Result<()> {
+        let advised = |e| EngineError::Invalid(format!("{e}; use fewer NICs or a shorter name"));
+        ENVELOPE.check_size(self).map_err(advised)
     }
 
     /// Bounded and checked; see [`EngineError::Decode`].

@@ -78,8 +78,22 @@ pub struct RegionDescriptor {
 }
 
 impl RegionDescriptor {
+    /// As peers decode it if [`RegionDescriptor::check_size`] holds.
     pub fn to_bytes(&self) -> Vec<u8> {
         REGION.encode(self)
+    }
+
+    /// Checks before the encoding is sent that a peer accepts it.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is too long, since the registration has too many keys of NICs.
+    pub fn check_size(&self) -> Result<()> {
+        let keys = self.rail_keys.as_slice().len();
+        REGION.check_size(self).map_err(|e| {
+            EngineError::Invalid(format!(
+                "{e}; it has {keys} keys of NICs: register fewer bytes at a time, or use fewer NICs"
+            ))
+        })
     }
 
     /// Bounded and checked; see [`EngineError::Decode`].
@@ -121,6 +135,12 @@ impl CounterRef {
         COUNTER.encode(self)
     }
 
+    /// # Errors
+    /// None: references have one size. For callers that treat all values alike.
+    pub fn check_size(&self) -> Result<()> {
+        Ok(())
+    }
+
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         COUNTER.decode(bytes)
     }
@@ -133,4 +153,41 @@ pub(crate) fn check_range(what: &str, offset: u64, len: u64, limit: u64) -> Resu
         return Ok(());
     }
     Err(EngineError::OutOfBounds { what: what.to_owned(), offset, len, limit })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn descriptor(keys: u64) -> RegionDescriptor {
+        let key = |i| RailKey { rail: 31, offset: i << 32, base: u64::MAX, key: u64::MAX };
+        RegionDescriptor {
+            owner: EngineAddress { id: EngineId([7; 16]), name: "a".into(), endpoints: vec![] },
+            key: RegionKey { index: 1, rkey: 2 },
+            offset: 0,
+            len: keys << 32,
+            rail_keys: (0..keys).map(key).collect::<Vec<_>>().into(),
+        }
+    }
+
+    #[test]
+    fn the_size_is_accepted_of_what_decodes_and_of_nothing_else() {
+        let mut accepted = 0;
+        for keys in 1..500 {
+            let descriptor = descriptor(keys);
+            let decoded = RegionDescriptor::from_bytes(&descriptor.to_bytes());
+            match descriptor.check_size() {
+                Ok(()) => {
+                    assert_eq!(decoded.unwrap(), descriptor);
+                    accepted = keys;
+                }
+                Err(EngineError::Invalid(text)) => {
+                    assert!(decoded.is_err());
+                    assert!(text.contains(&format!("it has {keys} keys")), "{text}");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert!((100..499).contains(&accepted), "{accepted}");
+    }
 }

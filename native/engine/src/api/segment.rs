@@ -70,8 +70,20 @@ impl SegmentDescriptor {
     pub(crate) fn new(owner: EngineAddress, parts: Vec<SegmentPart>) -> Result<Self, String> {
         let descriptor = Self { owner, parts };
         descriptor.check()?;
-        SEGMENT.check_size(&descriptor).map_err(|e| format!("{e}; use several segments"))?;
+        descriptor.check_nbytes()?;
         Ok(descriptor)
+    }
+
+    fn check_nbytes(&self) -> Result<(), String> {
+        SEGMENT.check_size(self).map_err(|e| format!("{e}; use several segments"))
+    }
+
+    /// Checks before the encoding is sent that a peer accepts it.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`]: it is too long.
+    pub fn check_size(&self) -> Result<()> {
+        self.check_nbytes().map_err(EngineError::Invalid)
     }
 
     /// Bytes from offset 0 to the end of the last part.

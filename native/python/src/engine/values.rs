@@ -20,9 +20,11 @@ macro_rules! value {
         impl $name {
             $($own)*
 
-            /// The encoded form: versioned, checksummed.
-            fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-                PyBytes::new(py, &self.0.to_bytes())
+            /// The encoded form: versioned, checksummed. Raises `InvalidArgument` if it is longer
+            /// than peers accept.
+            fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+                self.0.check_size().or_raise(py)?;
+                Ok(PyBytes::new(py, &self.0.to_bytes()))
             }
 
             /// Decodes; raises `DecodeError` on anything but an intact encoding.
@@ -34,7 +36,7 @@ macro_rules! value {
             fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
                 let py = slf.py();
                 let decode = slf.get_type().getattr("from_bytes")?;
-                let bytes = slf.get().to_bytes(py);
+                let bytes = slf.get().to_bytes(py)?;
                 (decode, (bytes,)).into_pyobject(py)
             }
 
