@@ -49,6 +49,8 @@ struct Pool {
 #[derive(Default)]
 pub(crate) struct Receives {
     pool: Mutex<Option<Pool>>,
+    /// The slots of messages that the present poll has admitted and not delivered yet.
+    reserved: Mutex<Vec<PoolSlot>>,
     room: Arc<NewRoom>,
 }
 
@@ -71,6 +73,7 @@ impl Receives {
     pub fn new(waker: Waker) -> Self {
         Self {
             pool: Mutex::default(),
+            reserved: Mutex::default(),
             room: Arc::new(NewRoom { unseen: AtomicBool::new(false), waker }),
         }
     }
@@ -98,22 +101,36 @@ impl Receives {
         }
     }
 
+    /// The messages of a poll are delivered; those of links that the group does not know are not.
+    pub fn end_poll(&self) {
+        let unused = std::mem::take(&mut *self.reserved.lock());
+        drop(unused);
+    }
+
     pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
+        let reserved = self.reserved.lock().pop();
         let pool = self.pool.lock();
-        let Some((free, on_message)) =
-            pool.as_ref().map(|pool| (Arc::clone(&pool.free), Arc::clone(&pool.on_message)))
-        else {
-            return;
+        let Some(now) = pool.as_ref() else { return };
+        // The pool may be another one by now.
+        let slot = match reserved {
+            Some(slot) if Arc::ptr_eq(&slot.0, &now.free) => slot,
+            _ => PoolSlot::take(now, &self.room),
         };
+        let on_message = Arc::clone(&now.on_message);
         drop(pool);
-        free.fetch_sub(1, SeqCst);
-        let slot = PoolSlot(free, Arc::clone(&self.room));
         let delivery = Delivery { from, message, _slot: slot };
         callbacks.push(Box::new(move || on_message(delivery)));
     }
 }
 
 struct PoolSlot(Arc<AtomicI64>, Arc<NewRoom>);
+
+impl PoolSlot {
+    fn take(pool: &Pool, room: &Arc<NewRoom>) -> Self {
+        pool.free.fetch_sub(1, SeqCst);
+        Self(Arc::clone(&pool.free), Arc::clone(room))
+    }
+}
 
 impl Drop for PoolSlot {
     fn drop(&mut self) {
@@ -130,7 +147,11 @@ impl MessageRoom for Receives {
             None => Admit::Wait,
             Some(pool) if len > pool.max_len => Admit::TooLong { limit: pool.max_len },
             Some(pool) if pool.free.load(SeqCst) <= 0 => Admit::Wait,
-            Some(_) => Admit::Take,
+            Some(pool) => {
+                // Only the thread that drives takes slots.
+                self.reserved.lock().push(PoolSlot::take(pool, &self.room));
+                Admit::Take
+            }
         }
     }
 }

@@ -56,15 +56,22 @@ impl Core {
             }
             now = shared.now().max(began);
             let mut completions = std::mem::take(&mut self.completions);
+            let mut has_messages = false;
             for c in completions.drain(..) {
                 match c {
                     Completion::LinkUp { .. } => self.heartbeats.set_needed(true),
-                    Completion::Message { .. } => self.first_rail = rail + 1,
+                    Completion::Message { .. } => {
+                        self.first_rail = rail + 1;
+                        has_messages = true;
+                    }
                     _ => {}
                 }
                 self.group.on_completion(now, rail, c, &mut self.domains, shared);
             }
             self.completions = completions;
+            if has_messages {
+                shared.receives.end_poll();
+            }
         }
         if self.group.is_due(began) || shared.counters.next_deadline() <= began {
             now = shared.now().max(began);

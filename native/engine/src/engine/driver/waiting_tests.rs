@@ -172,3 +172,55 @@ fn a_caller_that_falls_asleep_sees_new_room_for_a_message_over_shm() {
 fn a_caller_that_falls_asleep_sees_new_room_for_a_message_over_tcp() {
     a_caller_that_falls_asleep_sees_new_room_for_a_message(TransportKind::Tcp);
 }
+
+fn users_hold_no_more_messages_than_the_pool_has(transport: TransportKind) {
+    let receiver = engine(transport);
+    let senders: Vec<_> = (0..3).map(|_| engine(transport)).collect();
+    let (tell, told) = std::sync::mpsc::channel();
+    receiver.receive(64, 1, move |delivery| tell.send(delivery).unwrap()).unwrap();
+    let send = |sender: &TransferEngine| {
+        let peer = sender.peer(receiver.address()).unwrap();
+        sender.submit(&[Op::Send { peer: &peer, message: b"m" }], Submit::default()).unwrap()
+    };
+    for sender in &senders {
+        send(sender).wait(TIMEOUT).unwrap().unwrap();
+        drop(told.recv_timeout(TIMEOUT).unwrap());
+    }
+    // Joined: only this thread drives from now on, and finds a message of each.
+    receiver.worker.lock().take().unwrap().stop(&receiver.shared);
+    for _ in 0..2 {
+        senders.iter().for_each(|sender| drop(send(sender)));
+    }
+    thread::sleep(Duration::from_millis(100));
+    let next = || {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < TIMEOUT, "{transport}: a message never comes");
+            receiver.poll().unwrap();
+            if let Ok(next) = told.try_recv() {
+                return next;
+            }
+        }
+    };
+    let mut from = Vec::new();
+    for _ in 0..6 {
+        let held = next();
+        (0..100).for_each(|_| _ = receiver.poll());
+        thread::sleep(Duration::from_millis(20));
+        assert!(told.try_recv().is_err(), "{transport}: a second message beside the one held");
+        from.push(held.from());
+    }
+    for turn in from.chunks(3) {
+        assert!(senders.iter().all(|sender| turn.contains(&sender.id())), "{transport}: {from:?}");
+    }
+}
+
+#[test]
+fn users_hold_no_more_messages_than_the_pool_has_over_shm() {
+    users_hold_no_more_messages_than_the_pool_has(TransportKind::Shm);
+}
+
+#[test]
+fn users_hold_no_more_messages_than_the_pool_has_over_tcp() {
+    users_hold_no_more_messages_than_the_pool_has(TransportKind::Tcp);
+}

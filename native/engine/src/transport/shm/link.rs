@@ -237,8 +237,7 @@ impl Link {
                 Admit::TooLong { .. } => self.receiver.refuse(&self.inbox, len),
                 Admit::Take => {
                     let message = self.receiver.pop(&self.inbox, len);
-                    // One message per call: each takes its buffer of the pool before the next is
-                    // admitted.
+                    // One message per call, so that all links get some of the room.
                     out.push(Completion::Message { link: self.id, message });
                     progressed = true;
                     break;

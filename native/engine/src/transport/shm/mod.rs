@@ -83,6 +83,8 @@ pub struct ShmDomain {
     epoll: OwnedFd,
     doorbell: Doorbell,
     links: Slab<Link>,
+    /// Polled first: the one after the last that delivered a message. None takes all the room.
+    first_link: usize,
     /// Upper half of link ids, so that no id is used twice.
     generation: u32,
     book: RegionBook,
@@ -149,6 +151,7 @@ impl ShmDomain {
             epoll,
             doorbell,
             links: Slab::new(),
+            first_link: 0,
             generation: 0,
             book: RegionBook::default(),
             retiring: HashMap::new(),
@@ -322,10 +325,16 @@ impl Domain for ShmDomain {
             progressed = true;
             self.finish_job(&job, out);
         }
-        for slot in 0..self.links.capacity() {
+        let first = self.first_link.min(self.links.capacity());
+        for slot in (first..self.links.capacity()).chain(0..first) {
             let open = |l: &&mut Link| l.is_up() && !l.receiving_stopped;
             let Some(link) = self.links.get_mut(slot).filter(open) else { continue };
-            progressed |= link.take_arrivals(room, out) | link.flush_counts(out);
+            let before = out.len();
+            progressed |= link.take_arrivals(room, out);
+            if out[before..].iter().any(|c| matches!(c, Completion::Message { .. })) {
+                self.first_link = slot + 1;
+            }
+            progressed |= link.flush_counts(out);
             let id = link.id;
             if link.corrupt {
                 let cause = "the peer's message ring is corrupt";
