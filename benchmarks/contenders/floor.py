@@ -3,8 +3,8 @@
 It is measured by `fabric-perf floor serve` (see `perf.Service`).
 A request names a `kind` (copy, pages, cma, flag, futex, ring, tcp-stream, tcp-pingpong, tcp-wake,
 tcp-records), `bytes`, `pages`, `operations`, `batches`, `region`, and where they apply `routine`,
-`threads`, `temperature`, `memory` (shared or private), `wait` (spin or block), `socket_buffer` and
-`iovecs`.
+`threads`, `temperature`, `memory` (shared or private), `wait` (spin or block), `socket_buffer`,
+`answered` (each block of a tcp stream waits for the answer to the one before) and `iovecs`.
 """
 
 from __future__ import annotations

@@ -107,6 +107,9 @@ pub struct Request {
     /// Socket buffer in bytes; 0 keeps the system's default
     #[serde(default)]
     pub socket_buffer: usize,
+    /// Whether the receiver answers each block of a stream before the next is sent
+    #[serde(default)]
+    pub answered: bool,
     /// Pages handed to one process_vm_writev call
     #[serde(default = "iovecs")]
     pub iovecs: usize,

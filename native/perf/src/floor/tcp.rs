@@ -12,6 +12,8 @@ use super::{Request, Temperature, TextResult, Wait};
 
 const RECORD: usize = 32;
 const MESSAGE: usize = 8;
+/// As long as the engine's acknowledgement.
+const ANSWER: usize = 64;
 
 /// A connected pair, with the request's buffers and way of waiting on both ends. The first end
 /// sends: it was accepted, and is not paced.
@@ -73,7 +75,7 @@ fn receive(mut stream: &TcpStream, mut bytes: &mut [u8]) -> io::Result<()> {
 }
 
 /// Blocks of `bytes` x `pages`, from the first send call until the receiver has the last byte in
-/// its place.
+/// its place. They follow one another, or each waits for an answer to the one before.
 pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> TextResult<Vec<f64>> {
     let (near, far) = pair(request)?;
     let block = request.bytes * request.pages;
@@ -92,6 +94,9 @@ pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> TextResult
                     for step in 0..request.operations {
                         let at = place(batch * request.operations + step);
                         receive(&far, &mut target[at..at + block])?;
+                        if request.answered {
+                            send(&far, &[0u8; ANSWER])?;
+                        }
                     }
                     let _ = done.send(Instant::now());
                 }
@@ -104,6 +109,9 @@ pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> TextResult
                     for step in 0..request.operations {
                         let at = place(batch * request.operations + step);
                         send(&near, &source[at..at + block])?;
+                        if request.answered {
+                            receive(&near, &mut [0u8; ANSWER])?;
+                        }
                     }
                     let end = stamps.recv().map_err(|_| ErrorKind::BrokenPipe)?;
                     let taken = end.saturating_duration_since(start);
