@@ -32,9 +32,10 @@ use crate::{
 
 /// Time from a caller's last poll until the worker takes over. A caller that polls again at once
 /// finds nothing armed, and the wake-up promise (150 us) holds.
-const HANDOVER_DELAY: Duration = Duration::from_micros(60);
-/// The longest interval of the worker's checks while callers keep polling.
-const MAX_HANDOVER_DELAY: Duration = Duration::from_micros(240);
+pub(super) const HANDOVER_DELAY: Duration = Duration::from_micros(60);
+/// The longest interval of the worker's checks while callers keep polling. Each check takes a
+/// virtual machine 40 us: to set a timer, for its interrupt, and for the worker.
+pub(super) const MAX_HANDOVER_DELAY: Duration = Duration::from_micros(1920);
 
 /// Time after which the worker drives beside callers. Their threads may get no core.
 const CALLER_CHECK: Duration = Duration::from_millis(50);
@@ -60,6 +61,9 @@ pub(crate) struct GroupDriver {
     pub(super) waiters: Waiters,
     /// When a poller last left.
     left_at: AtomicU64,
+    /// Time from a poller's leave to the worker's check, nanoseconds: doubled by each check that
+    /// finds callers polling, so it is at most the time for which they have kept doing so.
+    handover_delay: AtomicU64,
     /// Number of successive rounds in which the worker found the lock taken.
     misses: AtomicU32,
     parker: Option<Parker>,
@@ -116,6 +120,7 @@ impl GroupDriver {
             }),
             waiters: Waiters::new(),
             left_at: AtomicU64::new(0),
+            handover_delay: AtomicU64::new(HANDOVER_DELAY.as_nanos() as u64),
             misses: AtomicU32::new(0),
             parker,
             assistants,
@@ -170,9 +175,21 @@ impl GroupDriver {
     /// Sets a timer after which the worker takes over if no caller polls. Nothing is armed until
     /// then.
     fn set_handover_timer(&self, now: Time) {
-        if let Some(parker) = &self.parker {
-            parker.set_timer(now.after(HANDOVER_DELAY), MAX_HANDOVER_DELAY - HANDOVER_DELAY);
-        }
+        self.set_alarm(now.after(self.handover_delay()));
+    }
+
+    pub(super) fn handover_delay(&self) -> Duration {
+        Duration::from_nanos(self.handover_delay.load(Relaxed))
+    }
+
+    fn set_handover_delay(&self, delay: Duration) {
+        self.handover_delay.store(delay.as_nanos() as u64, Relaxed);
+    }
+
+    /// The worker found callers polling: it checks again after twice the time.
+    fn postpone_handover(&self, now: Time) {
+        self.set_handover_delay((self.handover_delay() * 2).min(MAX_HANDOVER_DELAY));
+        self.set_handover_timer(now);
     }
 
     /// Sets a timer after which the worker checks that callers drive.
@@ -366,7 +383,7 @@ impl GroupDriver {
             || self.try_lock(shared),
             |core| self.arm(core, shared),
             // Another thread drives, and arms when it leaves.
-            || self.set_handover_timer(Time::now()),
+            || self.set_alarm(Time::now().after(HANDOVER_DELAY)),
         )
     }
 
@@ -394,9 +411,19 @@ impl GroupDriver {
         true
     }
 
+    pub(super) fn left_at(&self) -> Time {
+        Time(self.left_at.load(Relaxed))
+    }
+
     /// Whether a caller polled just now and may poll again.
     fn is_lingering(&self, now: Time) -> bool {
-        now.since(Time(self.left_at.load(Relaxed))) < HANDOVER_DELAY
+        now.since(self.left_at()) < HANDOVER_DELAY
+    }
+
+    /// Whether callers poll again and again. One that polls on has no need of a check so soon.
+    pub(super) fn do_callers_go_on(&self, now: Time) -> bool {
+        let polls_anew = now.since(self.left_at()) < MAX_HANDOVER_DELAY;
+        self.is_lingering(now) || (polls_anew && self.waiters.are_polling())
     }
 
     /// The worker's loop: drives during traffic, sleeps otherwise.
@@ -410,12 +437,11 @@ impl GroupDriver {
                 // More events may follow an event. A bare alarm only means that a caller has left.
                 spin = if only_alarm { Duration::ZERO } else { self.spin };
                 let now = Time::now();
-                if !only_alarm || self.always || !self.is_lingering(now) {
+                if !only_alarm || self.always || !self.do_callers_go_on(now) {
                     break;
                 }
-                // Callers keep polling: another polling thread would only take a core from threads
-                // that move bytes.
-                self.set_alarm(now.after(MAX_HANDOVER_DELAY));
+                // Another polling thread would only take a core from threads that move bytes.
+                self.postpone_handover(now);
             }
         }
     }
@@ -455,8 +481,9 @@ impl GroupDriver {
                 continue;
             }
             if self.is_lingering(now) {
-                return self.set_alarm(now.after(MAX_HANDOVER_DELAY));
+                return self.postpone_handover(now);
             }
+            self.set_handover_delay(HANDOVER_DELAY);
             let Some(mut core) = self.lock_or_linger(shared, now) else { return };
             if has_moved && self.waiters.set_caller_late() {
                 self.wake_caller();

@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::parker::Sleeper;
+use super::{
+    group_driver::{HANDOVER_DELAY, MAX_HANDOVER_DELAY},
+    parker::Sleeper,
+};
 use crate::{
     api::{EngineConfig, Spin, TransportKind},
     engine::{Counter, Handle, Local, Op, Remote, Submit, TransferEngine},
@@ -129,6 +132,47 @@ fn events_wake_the_worker_until_a_caller_that_left_one_unread_sleeps_anew() {
     assert!(waiters.begin_sleep());
     waiters.leave();
     assert_eq!(waiters.sleeper(), Sleeper::Caller);
+}
+
+/// Polls again and again, or not at all, until the worker's delay is what is asked for.
+fn until_delay(b: &TransferEngine, polls: bool, is_reached: impl Fn(Duration) -> bool) {
+    let driver = b.shared.driver().unwrap();
+    let start = Instant::now();
+    while !is_reached(driver.handover_delay()) {
+        assert!(
+            start.elapsed() < TIMEOUT,
+            "the worker's delay stays {:?}",
+            driver.handover_delay()
+        );
+        match polls {
+            true => drop(driver.poll_once(&b.shared)),
+            false => thread::sleep(Duration::from_millis(1)),
+        }
+    }
+}
+
+#[test]
+fn the_worker_checks_seldom_while_callers_poll_and_soon_once_it_has_driven() {
+    let b = engine(TransportKind::Tcp);
+    for _ in 0..3 {
+        until_delay(&b, true, |delay| delay == MAX_HANDOVER_DELAY);
+        until_delay(&b, false, |delay| delay == HANDOVER_DELAY);
+    }
+}
+
+#[test]
+fn a_caller_that_is_in_its_next_wait_goes_on() {
+    let b = engine(TransportKind::Tcp);
+    let driver = b.shared.driver().unwrap();
+    b.worker.lock().take().unwrap().stop(&b.shared);
+    driver.poll_once(&b.shared);
+    let left = driver.left_at();
+    assert!(driver.do_callers_go_on(left));
+    assert!(!driver.do_callers_go_on(left.after(HANDOVER_DELAY)));
+    driver.enter();
+    assert!(driver.do_callers_go_on(left.after(HANDOVER_DELAY)));
+    // One that polls on needs no check so soon.
+    assert!(!driver.do_callers_go_on(left.after(MAX_HANDOVER_DELAY)));
 }
 
 /// The worker is not woken while a caller polls.
