@@ -345,9 +345,7 @@ impl TcpDomain {
         };
         s.stream.hot_until = now.after(super::HOT_TIME);
         s.stream.mark_leftover();
-        if index > 0 {
-            s.stream.read_ahead = super::stream::BULK_READ_AHEAD;
-        }
+        s.stream.is_bulk = index > 0;
         let Some(link) = self.link(id) else {
             self.sockets.remove(key);
             return;

@@ -101,6 +101,11 @@ impl PageCursor {
         }
     }
 
+    /// Whether its pages are of this region.
+    pub fn is_in(&self, index: u32) -> bool {
+        self.region.as_ref().is_some_and(|region| region.key.index == index)
+    }
+
     pub fn left(&self) -> u64 {
         u64::from(self.pages - self.page) * self.page_len - self.byte
     }

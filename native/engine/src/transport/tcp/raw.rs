@@ -10,15 +10,22 @@ use super::page_cursor::PageCursor;
 /// written until the call ends: a registered region, or a buffer of the stream.
 pub(super) struct IoVecs {
     list: smallvec::SmallVec<[libc::iovec; 8]>,
+    bytes: u64,
 }
 
 impl IoVecs {
     pub fn new() -> Self {
-        Self { list: smallvec::SmallVec::new() }
+        Self { list: smallvec::SmallVec::new(), bytes: 0 }
     }
 
     pub fn push(&mut self, addr: usize, len: usize) {
         self.list.push(libc::iovec { iov_base: addr as *mut _, iov_len: len });
+        self.bytes += len as u64;
+    }
+
+    /// Bytes of all ranges.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     pub fn len(&self) -> usize {

@@ -19,9 +19,9 @@ use crate::{
 
 /// Size of the receive buffer: small frames are received by the hundreds.
 const RX: usize = 128 << 10;
-/// Bytes beyond the current body that a bulk stream receives into its buffer. A body in the buffer
-/// has to be copied once more.
-pub(super) const BULK_READ_AHEAD: usize = 4096;
+/// Bytes beyond the current body that a bulk stream receives into its buffer while frames are
+/// small. After a larger one it is the next header only: a body in the buffer is copied once more.
+const BULK_READ_AHEAD: usize = 4096;
 /// Bodies up to this size are copied behind their header; larger ones are sent from their memory.
 const SMALL_BODY: u64 = 2048;
 /// Bytes received per call.
@@ -115,8 +115,9 @@ pub(super) struct Stream {
     pub executed: u64,
     pub executed_acked: u64,
     rx: Box<[u8]>,
-    /// Bytes without a destination that one call may receive.
-    pub read_ahead: usize,
+    pub is_bulk: bool,
+    /// Whether the last frame had more bytes than a bulk stream reads ahead.
+    was_large: bool,
     from: usize,
     to: usize,
     state: Rx,
@@ -145,7 +146,8 @@ impl Stream {
             executed: 0,
             executed_acked: 0,
             rx: vec![0; RX].into_boxed_slice(),
-            read_ahead: RX,
+            is_bulk: false,
+            was_large: false,
             from: 0,
             to: 0,
             state: Rx::Header,
@@ -262,7 +264,7 @@ impl Stream {
 
     /// Whether the peer's writer waits for this stream's acknowledgement more than its next bytes.
     pub fn owes_bulk_ack(&self) -> bool {
-        self.drained && self.read_ahead == BULK_READ_AHEAD && self.executed != self.executed_acked
+        self.drained && self.is_bulk && self.executed != self.executed_acked
     }
 
     /// Whether all unacknowledged operations are still unsent.
@@ -275,21 +277,17 @@ impl Stream {
         let mut progressed = false;
         while !self.out.is_empty() {
             let mut iov = raw::IoVecs::new();
-            let mut offered = 0;
             for out in &self.out {
-                if iov.len() >= MAX_IOV || offered >= MAX_SEND {
+                if iov.len() >= MAX_IOV || iov.bytes() >= MAX_SEND {
                     break;
                 }
                 match &out.data {
                     QueuedData::Bytes { bytes, sent } => {
                         iov.push(bytes.as_ptr() as usize + sent, bytes.len() - sent);
-                        offered += (bytes.len() - sent) as u64;
                     }
                     QueuedData::Pages(cursor) => {
-                        cursor.peek(MAX_IOV - iov.len(), MAX_SEND - offered, |a, n| {
-                            iov.push(a, n);
-                            offered += n as u64;
-                        })
+                        let (ranges, bytes) = (MAX_IOV - iov.len(), MAX_SEND - iov.bytes());
+                        cursor.peek(ranges, bytes, |addr, n| iov.push(addr, n));
                     }
                 }
             }
@@ -297,7 +295,7 @@ impl Stream {
                 Ok(n) => {
                     progressed = true;
                     self.on_sent(n as u64);
-                    if (n as u64) < offered {
+                    if (n as u64) < iov.bytes() {
                         self.blocked = true;
                         return Ok(true);
                     }
@@ -345,17 +343,14 @@ impl Stream {
 
     /// Whether queued data lies in this region.
     pub fn uses(&self, index: u32) -> bool {
-        let is = |w: &PageCursor| w.region.as_ref().is_some_and(|r| r.key.index == index);
-        self.out.iter().any(|o| matches!(&o.data, QueuedData::Pages(w) if is(w)))
+        self.out.iter().any(|o| matches!(&o.data, QueuedData::Pages(w) if w.is_in(index)))
     }
 
     /// A region is deregistered: the rest of a body for it is skipped (MR-1).
     pub fn discard_region(&mut self, index: u32) {
         if let Rx::Body(_, body) = &mut self.state {
             let left = match body {
-                Body::IntoPages(w) if w.region.as_ref().is_some_and(|r| r.key.index == index) => {
-                    w.left()
-                }
+                Body::IntoPages(w) if w.is_in(index) => w.left(),
                 _ => return,
             };
             *body = Body::Discard(left);
@@ -374,22 +369,20 @@ impl Stream {
             self.from = 0;
         }
         let mut iov = raw::IoVecs::new();
-        let (mut direct, mut ahead) = (0, 0);
         if let Rx::Body(_, Body::IntoPages(cursor)) = &self.state {
             // The buffer is empty here; otherwise the body would have been filled from it.
-            cursor.peek(MAX_IOV - 1, MAX_RECEIVE, |a, n| {
-                iov.push(a, n);
-                direct += n as u64;
-            });
+            cursor.peek(MAX_IOV - 1, MAX_RECEIVE, |addr, n| iov.push(addr, n));
         }
+        let direct = iov.bytes();
         let whole = matches!(&self.state, Rx::Body(_, Body::IntoPages(w)) if w.left() > direct);
         if !whole {
-            let need = match &self.state {
-                Rx::Indices(header) => header.indices as usize * 4,
-                _ => 0,
-            };
             let room = &mut self.rx[self.to..];
-            ahead = room.len().min(self.read_ahead.max(need));
+            let ahead = room.len().min(match &self.state {
+                _ if !self.is_bulk => RX,
+                Rx::Indices(header) => BULK_READ_AHEAD.max(header.indices as usize * 4),
+                Rx::Header | Rx::Body(_, Body::IntoPages(_)) if self.was_large => HEADER,
+                _ => BULK_READ_AHEAD,
+            });
             iov.push(room.as_mut_ptr() as usize, ahead);
         }
         let n = match raw::receive(self.socket.as_fd(), &iov) {
@@ -400,7 +393,7 @@ impl Stream {
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(e) => return Err(connection_error(e)),
         };
-        self.drained = (n as u64) < direct + ahead as u64;
+        self.drained = (n as u64) < iov.bytes();
         let placed = direct.min(n as u64);
         if let Rx::Body(_, Body::IntoPages(cursor)) = &mut self.state {
             cursor.advance(placed);
@@ -439,6 +432,7 @@ impl Stream {
                 };
                 let header = Header::decode(b)?;
                 self.from += HEADER;
+                self.was_large = header.body() > BULK_READ_AHEAD as u64;
                 if header.indices > 0 {
                     self.state = Rx::Indices(header);
                     return self.next_step();
