@@ -77,6 +77,8 @@ def test_a_full_dev_shm_is_nothing_to_the_engine() -> None:
 def test_more_memory_than_there_is(open_engine: Callable[..., TransferEngine]) -> None:
     engine = open_engine()
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A thread that has just started has the name of the one that started it.
+    within(10, "the engine's last thread", lambda: "fabric-beats" in Belongings().threads)
     before = Belongings()
     for nbytes in (2 * physical, 1 << 50):
         with pytest.raises(ResourceError, match="free memory, ask for less, or raise"):
