@@ -81,7 +81,7 @@ class Fetcher:
                     pulls.append((stage, self._pull(load, stage)))
             except FabricError as raised:
                 error = raised
-                self._decline(load, stages[len(pulls) + 1 :])
+                self._decline(load, stages[len(pulls) :])  # nothing was sent to these
             if not pulls:
                 # Nothing was sent, so no peer writes to its blocks.
                 self._ended.append((load, error))

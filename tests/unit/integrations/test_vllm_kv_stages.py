@@ -130,6 +130,21 @@ def test_stages_that_were_not_asked_before_a_load_ended_do_not_hold_its_pages(
     assert not any(pages.any() for pages in target.tensors.values())
 
 
+@pytest.mark.parametrize("layers", [[None], [[0], [1, 2]]])
+def test_stages_do_not_hold_the_pages_of_a_load_that_is_refused_before_it_is_sent(
+    stack: ExitStack, layers: list[list[int] | None]
+) -> None:
+    stages = [Stage(stack, of_stage) for of_stage in layers]
+    target = Target(stack, None)
+    load = Load("x", "t", digest(PROMPT), offer_of(stages), len(PROMPT), 1, ((1, 0),))
+    target.fetcher.start([load])
+    target.ends()
+    assert target.fetcher.invalid() == {0, 1}
+    for stage in stages:
+        stage.compute()
+        within(10, "the blocks", lambda stage=stage: "r" in stage.sender.sent())
+
+
 def test_a_prefiller_is_asked_again_after_one_of_its_stages_was_lost(stack: ExitStack) -> None:
     first, last = Stage(stack, [0]), Stage(stack, [1, 2])
     target = Target(stack, None)
