@@ -119,7 +119,8 @@ class ElasticBuffer(ElasticCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes of one exchange of such tokens on one node, a multiple of 2 MiB."""
+        """Bytes of one exchange of such tokens on one node, a multiple of 2 MiB; with slots, whose
+        sums go as float32 unless ``allow_multiple_reduction``."""
         ranks = int(group.size())
         nbytes = exchange_nbytes(
             ranks=ranks,
@@ -127,7 +128,7 @@ class ElasticBuffer(ElasticCalls):
             topk=min(num_topk or MAX_TOPK, ranks),
             max_tokens=num_max_tokens_per_rank,
             row_nbytes=2 * hidden + (num_topk or MAX_TOPK) * 12,
-            answer_nbytes=2 * hidden,
+            answer_nbytes=(2 if allow_multiple_reduction else 4) * hidden,
         )
         return up(nbytes, ALIGNMENT)
 

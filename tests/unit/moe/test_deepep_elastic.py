@@ -251,6 +251,24 @@ def test_buffers_are_those_of_the_most_tokens_that_were_named(comm: ThreadComm) 
     buffer.destroy()
 
 
+@pytest.mark.parametrize("once", [False, True])
+@on_all_ranks(2)
+def test_the_size_hint_suffices_for_slots(comm: ThreadComm, once: bool) -> None:
+    most, hidden = 256, 2048
+    buffer = ElasticBuffer(
+        comm=comm, num_max_tokens_per_rank=most, allow_multiple_reduction=not once
+    )
+    _, idx, _ = batches(2, 0)[comm.rank()]
+    x = torch.ones(len(idx), hidden, dtype=torch.bfloat16)
+    buffer.dispatch(x, idx, num_experts=EXPERTS, do_expand=True)
+    hint = ElasticBuffer.get_buffer_size_hint(
+        comm, most, hidden, TOPK, allow_multiple_reduction=not once
+    )
+    (lane,) = buffer._normal._lanes.values()
+    assert lane[0].exchange.nbytes <= hint
+    buffer.destroy()
+
+
 @on_all_ranks(1)
 def test_what_a_caller_does_to_results_changes_no_handle(comm: ThreadComm) -> None:
     buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
