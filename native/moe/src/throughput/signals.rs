@@ -118,8 +118,8 @@ impl Signals {
         }
     }
 
-    /// Whether a rank was in no call for `timeout`, nor waited in another exchange. Its last signal may be one beat older than the
-    /// end of its last call.
+    /// Whether a rank was in no call for `timeout`, nor waited in another exchange. Its last signal
+    /// may be one beat older than the end of its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
         now.since(self.last[rank as usize].at) >= timeout + timeout / BEATS
     }
