@@ -353,17 +353,14 @@ impl Decoder {
     }
 
     /// Cancels a request. [`Event::Failed`] follows unless it was ready or failed before;
-    /// `Released` follows when the prefiller has confirmed that it writes no more. Returns whether
-    /// the prefiller will never hear of the request: it had yet to welcome this decoder.
+    /// `Released` when the prefiller has confirmed that it writes no more. True if it is not told.
     pub fn cancel(&self, seq: u64) -> bool {
         let mut actions = Vec::new();
-        let unheard;
-        {
-            let mut state = self.inner.state.lock();
-            unheard = state.is_unheard(seq);
-            state.fail(seq, Cause::Cancelled, &mut actions);
-            state.stop(seq, &mut actions);
-        }
+        let mut state = self.inner.state.lock();
+        let unheard = state.is_unheard(seq);
+        state.fail(seq, Cause::Cancelled, &mut actions);
+        state.stop(seq, &mut actions);
+        drop(state);
         self.inner.run(actions);
         unheard
     }
