@@ -239,6 +239,15 @@ class Exchanges:
         self._lost_first |= {rank for rank, _ in lost} - self._left_out_by - {*told}
         return lost
 
+    def lacking(self, received: AnyExchange | None = None) -> dict[int, str]:
+        """As :attr:`masked`, without ranks that have left this one out since they sent their part
+        to an exchange that has just ``received`` on the host."""
+        masked = self.masked
+        if received is None:
+            return masked
+        lost = {one.rank for one in received.lost}
+        return {r: cause for r, cause in masked.items() if r in lost or r not in self._left_out_by}
+
     def check_whole(self, received: AnyExchange | None = None) -> None:
         """Checks that no rank was lost, unless the caller masked it or chose to go on; and that no
         rank has left this one out, whose sums would lack that rank's part (RS-1).
@@ -250,11 +259,10 @@ class Exchanges:
         Raises:
             PeerLost: a rank was lost: sums lack its part, and so would later sums.
         """
-        masked = self.masked
         if self.shrink:
-            lacking = self._left_out_by
-            if received is not None:
-                lacking = lacking & {one.rank for one in received.lost}
+            # First, for it finds out who has left this rank out.
+            missing = self.lacking(received)
+            lacking = self._left_out_by & missing.keys()
             if lacking:
                 ranks = sorted(lacking)
                 raise PeerLost(
@@ -265,7 +273,7 @@ class Exchanges:
                     peer=f"rank {ranks[0]}",
                 )
             return
-        for rank, cause in masked.items():
+        for rank, cause in self.masked.items():
             if rank not in self._asked:
                 raise PeerLost(
                     f"rank {rank} takes no part any more: {cause}; sums lack its part, make a new "

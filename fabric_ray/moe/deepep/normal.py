@@ -356,7 +356,7 @@ class Normal:
 
     def _check_ways(self, handle: Handle, lane: _Lane, rows: int) -> None:
         """That what came lies where a handle has it; a device says so later."""
-        self._check_here_with(handle)
+        self._check_here_with(handle, None if lane.on_device else lane.exchange)
         if lane.on_device:
             lane.relied = handle
         elif rows != handle.rows:
@@ -365,8 +365,8 @@ class Normal:
                 "handle on all ranks"
             )
 
-    def _check_here_with(self, handle: Handle) -> None:
-        for rank, cause in self._exchanges.masked.items():
+    def _check_here_with(self, handle: Handle, received: AnyExchange | None = None) -> None:
+        for rank, cause in self._exchanges.lacking(received).items():
             if rank not in handle.gone:
                 raise PeerLost(
                     f"rank {rank} was here when the handle was made, and takes no part any more: "

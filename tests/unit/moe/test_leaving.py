@@ -256,24 +256,34 @@ def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispat
     comm.all_gather(b"")
 
 
-@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+@pytest.mark.parametrize(
+    ("half", "again"), [("dispatch_recv", False), ("dispatch_recv", True), ("combine_recv", False)]
+)
 @on_all_ranks(3)
 def test_rs_1_a_normal_call_takes_what_others_sent_before_they_left_its_rank_out(
-    comm: ThreadComm, half: str
+    comm: ThreadComm, half: str, again: bool
 ) -> None:
+    """``again``: by the handle of an earlier dispatch."""
     buffer = Buffer(None, enable_shrink=True, comm=comm, max_tokens=M)
     x, idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]]).repeat(4, 1)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 6)
 
-    def step(combines: bool = half == "combine_recv") -> None:
-        rows, *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert)
-        assert len(rows) == 12
+    def step(combines: bool = half == "combine_recv", before: Any = None) -> Any:
+        layout = () if before else (per_rank, None, in_rank, per_expert)
+        rows, *_, handle, _ = buffer.dispatch(x, before, *layout)
+        assert torch.equal(rows, torch.ones(12, 128, dtype=torch.bfloat16))
         if combines:
-            assert torch.equal(buffer.combine(rows, handle)[0], 3 * x)
+            assert torch.equal(buffer.combine(rows, handle or before)[0], 3 * x)
+        return handle
 
-    step(combines=True)
-    ((lane,),), (counts,) = buffer._normal._lanes.values(), buffer._normal._counts.values()
-    last = counts if half == "dispatch_recv" else lane.exchange
+    before = step(combines=True)
+    if again:
+        step(combines=True, before=before)
+    else:
+        before = None
+    *_, (lane,) = buffer._normal._lanes.values()
+    (counts,) = buffer._normal._counts.values()
+    last = counts if half == "dispatch_recv" and not again else lane.exchange
     receive = getattr(last, half)
 
     def late(*given: Any, **options: Any) -> Any:
@@ -285,11 +295,11 @@ def test_rs_1_a_normal_call_takes_what_others_sent_before_they_left_its_rank_out
 
     if comm.rank() == 2:
         setattr(last, half, late)
-        step()
+        step(before=before)
         with pytest.raises(errors.PeerLost, match="left this one out"):
-            step()
+            step(before=before)
     else:
-        step()
+        step(before=before)
         buffer.low_latency_update_mask_buffer(2, mask=True)
         comm.all_gather(b"")
     comm.all_gather(b"")
