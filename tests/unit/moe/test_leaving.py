@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -302,6 +303,34 @@ def test_rs_1_a_normal_call_takes_what_others_sent_before_they_left_its_rank_out
         step(before=before)
         buffer.low_latency_update_mask_buffer(2, mask=True)
         comm.all_gather(b"")
+    comm.all_gather(b"")
+    buffer.leave()
+
+
+@pytest.mark.parametrize("mode", ["low-latency", "normal"])
+@on_all_ranks(3)
+def test_rs_1_a_call_that_lacks_the_part_of_ranks_that_left_its_rank_out_raises(
+    comm: ThreadComm, mode: str
+) -> None:
+    """Rank 2 has sent, and the others leave it out before they send."""
+    buffer = Buffer(
+        None, low_latency_mode=True, enable_shrink=True, comm=comm, timeout=60.0, max_tokens=M
+    )
+    x, idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]]).repeat(4, 1)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 6)
+    if mode == "normal":
+        send = partial(buffer.dispatch, x, None, per_rank, None, in_rank, per_expert)
+    else:
+        send = partial(buffer.low_latency_dispatch, x, idx, 4, 6, use_fp8=False)
+    send()
+    comm.all_gather(b"")
+    if comm.rank() < 2:
+        time.sleep(LATE)
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+        send()
+    else:
+        with pytest.raises(errors.PeerLost, match="left this one out"):
+            send()
     comm.all_gather(b"")
     buffer.leave()
 
