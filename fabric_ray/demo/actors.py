@@ -50,11 +50,11 @@ class PlainCopy:
 
     Args:
         threads: that share each copy.
-        nbytes: of a copy, at most; larger ones pass over the same memory again.
+        nbytes: of a copy; larger ones pass over the same memory again.
     """
 
     def __init__(self, threads: int, nbytes: int = _BLOCK) -> None:
-        self._room = -(-min(nbytes, _BLOCK) // threads)
+        self._room = max(1, -(-min(nbytes, _BLOCK) // threads))
         self._src = np.ones(self._room * threads, dtype=np.uint8)
         self._dst = np.ones(self._room * threads, dtype=np.uint8)
         self._threads = threads

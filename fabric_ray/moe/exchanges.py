@@ -241,9 +241,9 @@ class Exchanges:
 
     def lacking(self, received: AnyExchange | None = None) -> dict[int, str]:
         """As :attr:`masked`, without ranks that have left this one out since they sent their part
-        to an exchange that has just ``received`` on the host."""
+        to an exchange that has just ``received``. A device takes no such part."""
         masked = self.masked
-        if received is None:
+        if received is None or received.asynchronous:
             return masked
         lost = {one.rank for one in received.lost}
         return {r: cause for r, cause in masked.items() if r in lost or r not in self._left_out_by}
@@ -253,8 +253,8 @@ class Exchanges:
         rank has left this one out, whose sums would lack that rank's part (RS-1).
 
         Args:
-            received: has just received on the host: a rank that has left this one out since it
-                sent its part is no error yet.
+            received: has just received: a rank that has left this one out since it sent its part
+                is no error yet, as :meth:`lacking` says.
 
         Raises:
             PeerLost: a rank was lost: sums lack its part, and so would later sums.
@@ -284,9 +284,9 @@ class Exchanges:
 
     def follow(self, exchange: AllToAll, receives: bool = False) -> frozenset[int]:
         """Masks in an exchange the ranks that another one lost; all that take no part. An exchange
-        that receives on the host takes what ranks have sent before they left this one out."""
+        that ``receives``, not on a device, takes what ranks sent before they left this one out."""
         masked, here = self.masked, exchange.present
-        kept = self._left_out_by if receives else ()
+        kept = self._left_out_by if receives and not exchange.asynchronous else ()
         for rank in (rank for rank in masked if here[rank] and rank not in kept):
             exchange.mask(rank, masked[rank])
         return frozenset(masked)

@@ -354,7 +354,9 @@ class ElasticBuffer(ElasticCalls):
             raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(tokens)} tokens")
         width = min(topk_idx.shape[1], self.num_ranks)
         wide = self._sends_float32(do_expand)
-        form, parts = form_of(tokens, scales, width, topk_idx, topk_weights, True, wide)
+        form, parts = form_of(
+            tokens, scales, width, topk_idx, topk_weights, origin=True, float32_answers=wide
+        )
         if len(tokens) > most:
             raise InvalidArgument(
                 f"{len(tokens)} tokens, and num_max_tokens_per_rank is {most}; raise it on all "

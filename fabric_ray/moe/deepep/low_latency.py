@@ -232,10 +232,9 @@ class LowLatency:
         Raises:
             PeerLost: what was received lacks a rank's part.
         """
-        on_host = not slot.exchange.asynchronous
-        self._exchanges.follow(slot.exchange, receives=on_host)
+        self._exchanges.follow(slot.exchange, receives=True)
         receive()
-        self._exchanges.check_whole(slot.exchange if on_host else None)
+        self._exchanges.check_whole(slot.exchange)
 
     def _again(self, handle: Handle, routes: _Routes, x: Tensor) -> tuple[Slot, Tensor]:
         """Makes the routes of a handle again, by a dispatch of zeros: it was combined already, or

@@ -231,7 +231,7 @@ class Normal:
         lane.exchange.dispatch_send(x, ranks_of, **parts)
         got = lane.exchange.dispatch_recv()
         got = lane.came(got, None if handle is None else handle.rows)
-        self._check_none_lost(lane)
+        self._exchanges.check_whole(lane.exchange)
         if handle is not None:
             self._check_ways(handle, lane, len(got.x))
         if handle is None:
@@ -302,7 +302,7 @@ class Normal:
 
     def _answered(self, lane: _Lane, y: Tensor, dtype: torch.dtype | None) -> Tensor:
         sums = lane.answer(y, dtype)
-        self._check_none_lost(lane)
+        self._exchanges.check_whole(lane.exchange)
         return sums
 
     def check(self) -> None:
@@ -318,7 +318,7 @@ class Normal:
                 relied, lane.relied = lane.relied, None
                 if relied is not None:
                     self._check_here_with(relied)
-        self._check_none_lost()
+        self._exchanges.check_whole()
 
     def _lane(self, form: Form) -> _Lane:
         """A free exchange, or a second one, or the one that was taken longer ago: every rank
@@ -327,7 +327,7 @@ class Normal:
             raise wrong
         if self._over_nodes:
             self._check_all_here()
-        self._check_none_lost()
+        self._exchanges.check_whole()
         self._device = form.device
         lanes = self._lanes.setdefault(form, [])
         lane = next((lane for lane in lanes if lane.handle is None), None)
@@ -356,7 +356,7 @@ class Normal:
 
     def _check_ways(self, handle: Handle, lane: _Lane, rows: int) -> None:
         """That what came lies where a handle has it; a device says so later."""
-        self._check_here_with(handle, None if lane.on_device else lane.exchange)
+        self._check_here_with(handle, lane.exchange)
         if lane.on_device:
             lane.relied = handle
         elif rows != handle.rows:
@@ -373,10 +373,6 @@ class Normal:
                     f"{cause}; its rows are missing, dispatch without the handle",
                     peer=f"rank {rank}",
                 )
-
-    def _check_none_lost(self, received: _Lane | None = None) -> None:
-        on_host = received is not None and not received.on_device
-        self._exchanges.check_whole(received.exchange if received and on_host else None)
 
     def _check_all_here(self) -> None:
         # DeepEP's calls have no place to say whose answers sums over several nodes are without.

@@ -30,8 +30,8 @@ use crate::{
     Result,
 };
 
-/// Time from a caller's last poll until the worker takes over. A caller that polls again at once
-/// finds nothing armed, and the wake-up promise (150 us) holds.
+/// Time from a caller's last poll until the worker takes over, unless callers have kept polling. One
+/// that polls again at once finds nothing armed.
 pub(super) const HANDOVER_DELAY: Duration = Duration::from_micros(60);
 /// The longest interval of the worker's checks while callers keep polling. Each check takes a
 /// virtual machine 40 us: to set a timer, for its interrupt, and for the worker.

@@ -1,6 +1,7 @@
 //! Callers that wait, and the worker beside them.
 
 use std::{
+    sync::mpsc::Receiver,
     thread,
     time::{Duration, Instant},
 };
@@ -11,7 +12,7 @@ use super::{
 };
 use crate::{
     api::{EngineConfig, Spin, TransportKind},
-    engine::{Counter, Handle, Local, Op, Remote, Submit, TransferEngine},
+    engine::{Counter, Delivery, Handle, Local, Op, Remote, Submit, TransferEngine},
 };
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -175,6 +176,18 @@ fn a_caller_that_is_in_its_next_wait_goes_on() {
     assert!(!driver.do_callers_go_on(left.after(MAX_HANDOVER_DELAY)));
 }
 
+/// The next message, by polls of this thread alone.
+fn next_message(b: &TransferEngine, told: &Receiver<Delivery>) -> Delivery {
+    let start = Instant::now();
+    loop {
+        assert!(start.elapsed() < TIMEOUT, "a message never comes");
+        b.poll().unwrap();
+        if let Ok(next) = told.try_recv() {
+            return next;
+        }
+    }
+}
+
 /// The worker is not woken while a caller polls.
 fn a_caller_that_falls_asleep_sees_new_room_for_a_message(transport: TransportKind) {
     let (a, b) = (engine(transport), engine(transport));
@@ -193,14 +206,7 @@ fn a_caller_that_falls_asleep_sees_new_room_for_a_message(transport: TransportKi
     (0..100).for_each(|_| driver.step(&b.shared, &mut 0));
     drop(first);
     assert!(!driver.hand_over(&b.shared), "{transport}: a message waits though there is room");
-    let start = Instant::now();
-    let second = loop {
-        assert!(start.elapsed() < TIMEOUT, "{transport}: the second message never comes");
-        b.poll().unwrap();
-        if let Ok(second) = told.try_recv() {
-            break second;
-        }
-    };
+    let second = next_message(&b, &told);
     assert_eq!(second.message(), b"second");
     driver.enter();
     (0..100).for_each(|_| driver.step(&b.shared, &mut 0));
@@ -236,19 +242,9 @@ fn users_hold_no_more_messages_than_the_pool_has(transport: TransportKind) {
         senders.iter().for_each(|sender| drop(send(sender)));
     }
     thread::sleep(Duration::from_millis(100));
-    let next = || {
-        let start = Instant::now();
-        loop {
-            assert!(start.elapsed() < TIMEOUT, "{transport}: a message never comes");
-            receiver.poll().unwrap();
-            if let Ok(next) = told.try_recv() {
-                return next;
-            }
-        }
-    };
     let mut from = Vec::new();
     for _ in 0..6 {
-        let held = next();
+        let held = next_message(&receiver, &told);
         (0..100).for_each(|_| _ = receiver.poll());
         thread::sleep(Duration::from_millis(20));
         assert!(told.try_recv().is_err(), "{transport}: a second message beside the one held");
