@@ -209,11 +209,13 @@ class TransferEngine(_native.Engine):
         """A zeroed torch tensor in memory that peers on this host can map, and its region.
 
         Raises:
-            InvalidArgument: a size below 0.
+            InvalidArgument: a size below 0, or ``dtype`` is none of torch's.
             ResourceError: no room; the message says where.
         """
         import torch
 
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype: got {dtype!r}, expected one such as torch.float32")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
             raise InvalidArgument(f"a tensor of shape {shape} can't be: a size is negative")

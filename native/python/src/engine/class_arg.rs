@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyTypeError, prelude::*, pyclass::PyClass};
 use super::{
     memory::{Pages, Region, RemoteRegion},
     peers::Peer,
-    values::RegionDescriptor,
+    values::{EngineAddress, RegionDescriptor, SegmentDescriptor},
 };
 
 /// A class of the engine whose instances one call makes.
@@ -31,6 +31,16 @@ impl EngineClass for RemoteRegion {
 impl EngineClass for RegionDescriptor {
     const CLASS: &'static str = "RegionDescriptor";
     const CALL: &'static str = "region.descriptor()";
+}
+
+impl EngineClass for SegmentDescriptor {
+    const CLASS: &'static str = "SegmentDescriptor";
+    const CALL: &'static str = "segment.descriptor()";
+}
+
+impl EngineClass for EngineAddress {
+    const CLASS: &'static str = "EngineAddress";
+    const CALL: &'static str = "the other engine's address, or EngineAddress.from_bytes(data)";
 }
 
 impl EngineClass for Peer {

@@ -118,14 +118,16 @@ impl Engine {
     fn open_segment(
         &self,
         py: Python<'_>,
-        descriptor: &SegmentDescriptor,
+        descriptor: ClassArg<'_, SegmentDescriptor>,
     ) -> PyResult<RemoteSegment> {
-        py.detach(|| self.engine.open_segment(&descriptor.0)).map(RemoteSegment).or_raise(py)
+        let descriptor = &descriptor.0;
+        py.detach(|| self.engine.open_segment(descriptor)).map(RemoteSegment).or_raise(py)
     }
 
     /// Makes a peer known; the first use connects.
-    fn peer(&self, py: Python<'_>, address: &EngineAddress) -> PyResult<Peer> {
-        py.detach(|| self.engine.peer(&address.0)).map(Peer).or_raise(py)
+    fn peer(&self, py: Python<'_>, address: ClassArg<'_, EngineAddress>) -> PyResult<Peer> {
+        let address = &address.0;
+        py.detach(|| self.engine.peer(address)).map(Peer).or_raise(py)
     }
 
     /// A peer's region, to be named in requests.
