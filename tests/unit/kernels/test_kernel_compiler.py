@@ -6,11 +6,10 @@ import ctypes
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -30,49 +29,57 @@ from fabric_ray.kernels import (
 )
 from fabric_ray.kernels import cache as cache_module
 from fabric_ray.kernels.sources import FOLDER, Source
+from fabric_ray.kernels.structs import FLOATS
 from tests.lacks import lacks
+from tests.machine_code import Kernel, disassembled, kernels_of
 
 BROKEN = Source("broken.cu", '#include "a.cuh"\n__global__ void f() { g(); }\n', (("a.cuh", ""),))
 SMALL = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\n', ())
 
 
-#: So that four blocks of 256 threads fit beside one another: fewer keep too little on its way. Of
-#: steps that are one launch there are two, with more on its way in each.
-REGISTERS = 65536 // (4 * 256)
-FEW_BLOCKS = {"moe/steps.cu": 2}
-#: In an ELF file of machine code: an attribute of two words; those that count registers, and bytes
-#: of a thread's stack.
-TWO_WORDS, REGCOUNT, FRAME_SIZE = 4, 0x2F, 0x11
+THREADS = 256
 
 
-def attributes(code: bytes, wanted: int) -> dict[str, int]:
-    """An attribute of each kernel and function, from ``.nv.info``."""
+@dataclass(frozen=True)
+class Facts:
+    """What must hold of a kernel's machine code on every architecture."""
 
-    def words(form: str, at: int) -> tuple[int, ...]:
-        return struct.unpack_from(f"<{form}", code, at)
+    blocks: int
+    """Of so many threads, fit on a multiprocessor beside one another."""
+    loads: int
+    """Of 16 bytes that a thread has on its way at a time: what moves rows has."""
+    orders: frozenset[str]
+    """How it orders memory, by names of ``ORDERS``: no weaker, and in no narrower scope."""
+    wide: bool = True
+    """Whether it stores rows by 16 bytes. Sums of half the width leave by 8."""
 
-    def text(at: int) -> str:
-        return code[at : code.index(b"\0", at)].decode()
 
-    size, n, names = words("HHH", 58)
-    # Of each section: its name, where it lies, its length, and the section of its names.
-    every = [words("II8xQQQI", words("Q", 40)[0] + i * size) for i in range(n)]
-    places = [place for _, _, _, place, _, _ in every]
-    named = {text(places[names] + name): section for name, *section in every}
-    _, _, symbols, _, of_symbols = named[".symtab"]
-    _, _, at, length, _ = named[".nv.info"]
-    taken, end = {}, at + length
-    while at < end:
-        form, attribute, value = words("BBH", at)
-        at += 4
-        if form != TWO_WORDS:
-            continue
-        if attribute == wanted:
-            symbol, count = words("II", at)
-            name = text(places[of_symbols] + words("I", symbols + 24 * symbol)[0])
-            taken[name] = count
-        at += value
-    return taken
+WAITS, PUSHES = frozenset({"load acquire.sys"}), frozenset({"fence sc.sys", "16-byte store.sys"})
+#: Of steps that are one launch two blocks fit, so that one waits while another's runs. Kernels of
+#: other launches have four: fewer keep too little on its way.
+STEPS = Facts(2, 8, WAITS | PUSHES | {"add acq_rel.gpu"})
+FACTS = {
+    "run_steps": STEPS,
+    **{f"sum_{of}_{to}": STEPS for of in FLOATS.values() for to in FLOATS.values()},
+    **{f"sum_f32_{to}": replace(STEPS, wide=False) for to in ("bf16", "f16")},
+    **{
+        f"work_{of}": Facts(4, 2, WAITS | {"fence sc.sys", "store release.sys"})
+        for of in FLOATS.values()
+    },
+    "push_commands": Facts(4, 0, WAITS | PUSHES, wide=False),
+    "await_command": Facts(4, 0, WAITS, wide=False),
+    "await_word": Facts(4, 0, WAITS, wide=False),
+}
+
+
+def facts_of(kernel: Kernel, wanted: Facts) -> Facts:
+    """What holds of a kernel: equal to what is wanted, if no fact is weaker."""
+    return Facts(
+        min(kernel.resident(THREADS), wanted.blocks),
+        kernel.loads_at_once,
+        frozenset(kernel.orders),
+        wide=kernel.wide_stores > 0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +106,75 @@ def test_kernels_compile_for_every_architecture(
         pytest.skip(f"NVRTC {compiler.version} doesn't know {architecture}")
     code = Cache(tmp_path, compiler).get(source(file), architecture).code
     assert code.startswith(b"\x7fELF")
-    kernels = {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]
-    taken = attributes(code, REGCOUNT)
-    assert {*kernels} == {*taken}
+    kernels = kernels_of(code)
+    assert {*kernels} == {*{**structs.ARGUMENTS, **channel.ARGUMENTS}[file]}
     # What doesn't fit into registers would lie in memory.
-    assert not any(attributes(code, FRAME_SIZE).values())
-    if architecture == "sm_90a":
-        assert max(taken.values()) <= REGISTERS * 4 // FEW_BLOCKS.get(file, 4), taken
+    assert not any(kernel.frame for kernel in kernels.values())
+    # Two blocks leave most of a multiprocessor's 164 KiB, or more, to other kernels.
+    assert max(kernel.shared for kernel in kernels.values()) <= 16 << 10
+    fit = {name: kernel.resident(THREADS) for name, kernel in kernels.items()}
+    assert all(fit[name] >= FACTS[name].blocks for name in kernels), fit
+    found = disassembled(code)
+    assert {n: facts_of(k, FACTS[n]) for n, k in found.items()} == {n: FACTS[n] for n in found}
+
+
+#: A kernel that does each of these once.
+MOVES = Source(
+    "moves.cu",
+    """#include "common/blocks.cuh"
+#include "common/fifo.cuh"
+#include "common/rows.cuh"
+using namespace fr;
+struct Moves { u8* to; const u8* from; u64* meeting; u64* done; Fifo fifo; u32 nbytes; };
+FR_KERNEL(moves, Moves) {
+  copy_row(whole_warp(), p.to, p.from, p.nbytes);
+  sync_blocks(p.meeting);
+  Fifo fifo = p.fifo;
+  u64 index;
+  if (fifo.claim(1, &index)) fifo.publish(index, drain_command());
+  store_release(p.done, 1);
+}
+""",
+    tuple({**dict(source("moe/steps.cu").headers), **dict(source("moe/work.cu").headers)}.items()),
+)
+MOVED = Facts(1, 8, WAITS | PUSHES | {"add acq_rel.gpu", "store release.sys"})
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("", ""),
+        *(
+            pytest.param(right, wrong, marks=pytest.mark.long)
+            for right, wrong in (
+                ("FR_DEVICE Vec16 load_unit(const Vec16* from) { return load_stream(from); }", ""),
+                ("FR_DEVICE void store_unit(Vec16* to, Vec16 value) { store_stream(to, value); }",
+                 "FR_DEVICE void store_unit(Vec16* to, Vec16 value) { to->x = value.x; "
+                 "to->y = value.y; to->z = value.z; to->w = value.w; }"),
+                ("constexpr u32 DEPTH = 8;", "constexpr u32 DEPTH = 4;"),
+                ("if (unit == 16)\n    done = copy_units<DEEP, Vec16>",
+                 "if (unit == 16)\n    done = copy_units<DEEP, u32>"),
+                ("ld.acquire.sys.global.u64", "ld.acquire.gpu.global.u64"),
+                ("ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64"),
+                ("st.release.sys.global.u64", "st.relaxed.sys.global.u64"),
+                ("atom.add.acq_rel.gpu.global.u64", "atom.add.relaxed.gpu.global.u64"),
+                ("__threadfence_system()", "__threadfence()"),
+                ("st.volatile.global.v2.u64 [%0], {%1, %2};",
+                 "st.volatile.global.u64 [%0], %1; st.volatile.global.u64 [%0+8], %2;"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_weaker_instruction_is_seen(
+    compiler: Nvrtc, tmp_path: Path, right: str, wrong: str
+) -> None:
+    headers = MOVES.headers
+    if right:
+        headers = tuple((name, text.replace(right, wrong)) for name, text in headers)
+        assert headers != MOVES.headers
+    code = Cache(tmp_path, compiler).get(replace(MOVES, headers=headers), "sm_90a").code
+    (kernel,) = disassembled(code).values()
+    assert (facts_of(kernel, MOVED) == MOVED) == (not right), facts_of(kernel, MOVED)
 
 
 #: What a kernel's metadata say: bytes of a thread's stack and of its arguments, vectors spilled.
