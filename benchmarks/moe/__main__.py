@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from benchmarks.moe.machine import COSTS, PUBLISHED
+from benchmarks.moe.model import table
 from benchmarks.moe.ranks import NICS, measure
 from benchmarks.moe.ranks import simulate as run
 from benchmarks.moe.shape import Shape, batch, crossings
@@ -119,6 +121,18 @@ def simulate(ranks: Ranks = "8,16,32,64", tokens: Tokens = 128, resume: Resume =
                 if shape.ranks in nic.paper_post_us:
                     posts["paper"] = ("peer", [nic.paper_post_us[shape.ranks] / 1e6])
                 results.add(row_of_turns(RowHeader(key=f"{key}/post", unit="us"), posts))
+
+
+@app.command()
+def model() -> None:
+    """What a GPU is predicted to take, by arithmetic (`benchmarks/moe/model.py`), from the best to
+    the worst of each assumption; the assumptions follow."""
+    for line in table():
+        typer.echo(line)
+    for name, cost in COSTS.items():
+        typer.echo(f"{name}: {cost.best:g} to {cost.worst:g}; {cost.source}")
+    for row in PUBLISHED:
+        typer.echo(f"{row.who}, {row.case}: {row.where}")
 
 
 def _shape(ranks: int | str, tokens: int | str, quick: bool = False) -> Shape:
