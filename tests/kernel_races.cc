@@ -59,6 +59,7 @@ int main(int argc, char** argv) {
   auto values = words<u64>(1), grows = words<u64>(1);
   grows[0] = 2;
   auto slots = words<u64>(64), note = words<u64>(4), told = words<u64>(4), table = words<u64>(4), chunks = words<u64>(4);
+  auto listed_ways = words<u64>(3), ways = words<u64>(3);
   Pushers pushers{};
   Patience patience{nullptr, 60000000000ull};
   auto x = words<u16>(TOKENS * HIDDEN), bits = words<u16>(ROWS * HIDDEN);
@@ -88,7 +89,9 @@ int main(int argc, char** argv) {
     add(steps, PLACE_ROUTES).routing = routing;
     add(steps, CAST_ROWS, BESIDE).cast = {part(x, 2 * HIDDEN), part(x8, HIDDEN), part(scales, 4), TOKENS, HIDDEN,
                                           SCALE_F32, 0};
-    PackRows pack{&now, row_of.data(), TOKENS, TOPK, own.data(), ROW, 2, 0, {}, first.data(), nullptr, 1};
+    add(steps, FETCH_WORDS, ALONE | BESIDE).fetch = {patience, &ready, &value, &waited, &gate, listed_ways.data(),
+                                                     ways.data(), 3, 0};
+    PackRows pack{&now, row_of.data(), TOKENS, TOPK, own.data(), ROW, 2, 0, {}, first.data(), ways.data(), 1};
     pack.part[0] = part(x8, HIDDEN);
     pack.part[1] = part(scales, 4);
     add(steps, PACK_ROWS).pack = pack;

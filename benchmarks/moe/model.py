@@ -81,11 +81,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-def meets(shape: Shape, *, casts: bool, stores: bool) -> tuple[int, int, int, int]:
+def meets(shape: Shape) -> tuple[int, int, int, int]:
     """Meets of the four launches: ``dispatch_send`` and ``_recv``, ``combine_send`` and
-    ``_recv``. Where kernels store to peers, they fetch the ways of rows before they pack."""
-    many = shape.rows > _TILE * _FEW_TILES
-    return (3 if many else 0) + 2 + (stores and (casts or many)), 2, 2, 2
+    ``_recv``. Casts, and the ways of rows, come beside other steps."""
+    return (5 if shape.rows > _TILE * _FEW_TILES else 2), 2, 2, 2
 
 
 def direct(
@@ -99,7 +98,7 @@ def direct(
     row, back = _aligned(shape.row_nbytes), _aligned(shape.back_nbytes)
     stored = min(pair, shape.private_rows)
     later = pair - stored
-    all_meets = meets(shape, casts=casts, stores=True)
+    all_meets = meets(shape)
     l2, hbm = m.cost("l2 cycles"), m.cost("hbm cycles")
     meet, tell, word, host = (m.cost(name) for name in ("meet", "tell", "word", "host"))
 

@@ -237,6 +237,7 @@ class Channel:
     def fetch_words(
         self, table: Tensor, into: Tensor, waited: Tensor, gate: Tensor,
         *, word: int | None = None, value: Tensor | None = None, closed: int = 0,
+        beside: bool = False,
     ) -> None:  # fmt: skip
         """What the host has written down, to the device, once a word has reached a value.
 
@@ -247,6 +248,7 @@ class Channel:
             word: as for :meth:`wait_word`.
             value: as for :meth:`wait_word`.
             closed: what each of ``into`` becomes instead once a wait failed.
+            beside: it needs nothing of what other blocks do before it.
         """
         if table.shape != into.shape or not (table.is_contiguous() and into.is_contiguous()):
             raise InvalidArgument("table and into [words], contiguous")
@@ -261,7 +263,7 @@ class Channel:
             table.numel(),
             closed,
         )
-        self._steps.run(StepKind.FETCH_WORDS, arguments)
+        self._steps.run(StepKind.FETCH_WORDS, arguments, beside=beside)
 
     def tell_host(
         self, command: tuple[int, int], gate: Tensor, index: Tensor, waited: Tensor,

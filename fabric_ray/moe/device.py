@@ -239,7 +239,7 @@ class DeviceSteps:
         """Packs rows into the send buffer, or directly into the memory of peers within reach."""
         box, own, ways = self._box, self._rows(self._row_stride), None
         if self._direct:
-            ways = box.fetch("ways", Word.WAYS, box.ways)
+            ways = box.fetch("ways", Word.WAYS, box.ways, beside=True)
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
         box.tell(DeviceEvent.PACKED)
 

@@ -120,13 +120,16 @@ class Mailbox:
             self._commands[told], self.gate, self._index, self._waited, note=words, counter=counter
         )
 
-    def fetch(self, name: str, word: Word, value: Tensor, *, closed: int = 0) -> Tensor:
+    def fetch(
+        self, name: str, word: Word, value: Tensor, *, closed: int = 0, beside: bool = False
+    ) -> Tensor:
         """A table of the host, copied to the device when the word has this value. It is ``closed``
-        once a wait has failed, for the table may then be another exchange's (RS-1)."""
+        once a wait has failed, for the table may then be another exchange's (RS-1). ``beside``: the
+        block that copies it doesn't wait for others first."""
         into = self.mirror[name]
         self._channel.fetch_words(
             self.tables[name], into, self._waited, self.gate,
-            word=self._word(word), value=value, closed=closed,
+            word=self._word(word), value=value, closed=closed, beside=beside,
         )  # fmt: skip
         return into
 
