@@ -306,6 +306,9 @@ mod tests {
 }
 
 #[cfg(all(test, loom))]
+mod loom_handshakes;
+
+#[cfg(all(test, loom))]
 mod loom_tests {
     use loom::thread;
 
