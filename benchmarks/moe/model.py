@@ -1,4 +1,4 @@
-"""The time of an exchange, from its bytes, launches, meets and hand-shakes: arithmetic alone.
+"""The time of an exchange, from its bytes, launches, meets and handshakes: arithmetic alone.
 
 A time is the sum of what follows one another on the way to the result, for routes that are even
 over all ranks. Every figure of a machine has its source in ``machine.py``; no figure is fitted to a
@@ -17,7 +17,7 @@ from benchmarks.moe.shape import NODES, Shape
 WARPS = THREADS // 32
 #: Routes that one block counts, in tiles (``fabric_ray/kernels/moe.py``).
 _TILE, _FEW_TILES = 256, 4
-#: Bytes that a multiprocessor hands to L2 in a cycle.
+#: Bytes that a multiprocessor hands to L2 in a cycle; assumed.
 _STORE = 64
 #: Of the high-throughput mode, by default (``fabric_ray/moe/throughput.py``).
 WORKERS, CHUNK, RING_CHUNKS, CHANNELS = 16, 32, 4, 2
@@ -103,7 +103,9 @@ def direct(
     meet, tell, word, host = (m.cost(name) for name in ("meet", "tell", "word", "host"))
 
     route = _route(shape, m)
-    # Beside routes and what follows from them; each warp has one block of elements at a time.
+    # Beside routes and what follows from them; each warp has one block of elements at a time: they
+    # are read, their largest is found by five shuffles, and they are read again. Eight ways of L1's
+    # length for that are assumed.
     blocks_of = ceil(shape.tokens * shape.scales / (m.gpu.sms * WARPS))
     cast = blocks_of * (hbm + 8 * m.cost("l1 cycles")) if casts else 0.0
     begin = m.cost("launch") + word
@@ -169,7 +171,7 @@ def direct(
             "room asked for": tell + host + word,
             "answers packed and stored": gathered + moved + m.cost("peer fence") + 2 * meet + tell,
             "NIC": host + back_wire,
-            "host and word ": 2 * host + word,
+            "host and word": 2 * host + word,
             "sum": summed + 2 * meet + tell,
         },
     )
@@ -198,8 +200,9 @@ def two_nodes(shape: Shape, m: Machine, workers: int = WORKERS) -> tuple[Call, C
     out = tokens * node * (NODES - 1)
     come = tokens * shape.ranks * rank
     hbm, l2 = m.cost("hbm cycles"), m.cost("l2 cycles")
+    stored = shape.topk / shape.ranks / rank * row / _STORE / m.gpu.ghz / 1e3
     # A block has one token at a time. Parts of a token, and terms of a sum, follow one another.
-    packed, taken = 2 * hbm + l2, 2 * hbm + l2 + shape.topk / shape.ranks / rank * 0.1
+    packed, taken = 2 * hbm + l2, 2 * hbm + l2 + stored
     units = ceil(shape.back_nbytes / 16 / THREADS)
     terms = {
         "answers": shape.topk / shape.ranks / rank,

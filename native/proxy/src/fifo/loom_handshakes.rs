@@ -1,6 +1,6 @@
-//! Litmus tests of the hand-shakes between kernels and their host, for loom.
+//! Litmus tests of the handshakes between kernels and their host, for loom.
 //!
-//! Each model has the steps of one hand-shake, with the orders of the sources that it names. A
+//! Each model has the steps of one handshake, with the orders of the sources that it names. A
 //! barrier of a block is the start of a thread: both order all before them. Each test also weakens
 //! one order after the other, and the model must fail then. Loom knows no scopes of a GPU:
 //! `tests/unit/kernels/test_kernel_compiler.py` checks those in the machine code. Nor does it let a
@@ -16,7 +16,7 @@ use loom::{
 use super::*;
 use crate::sync::atomic::Ordering::{self, SeqCst};
 
-/// Whether a model holds in every order of its threads.
+/// Whether a model holds in every order of its threads with at most three preemptions.
 fn holds(model: impl Fn() + Sync + Send + 'static) -> bool {
     let mut all = loom::model::Builder::new();
     all.preemption_bound = Some(3);
