@@ -96,14 +96,14 @@ def test_what_stands_in_the_place_of_an_address_or_a_dtype_is_named(
     joined: tuple[Any, ...],
 ) -> None:
     a, b, *_ = joined
-    for given in ("host:1234", b.address.to_bytes(), None):
-        with pytest.raises(TypeError, match=rf"{type(given).__name__}.*from_bytes"):
-            a.peer(given)
+    for wrong in ("host:1234", b.address.to_bytes(), None):
+        with pytest.raises(TypeError, match=rf"{type(wrong).__name__}.*from_bytes"):
+            a.peer(wrong)
     with pytest.raises(TypeError, match=r"bytes.*descriptor\(\)"):
         a.open_segment(b"")
-    for wrong in (None, "float32", np.float32):
+    for kind in (None, "float32", np.float32):
         with pytest.raises(InvalidArgument, match="dtype"):
-            a.empty(4, wrong)
+            a.empty(4, kind)
 
 
 def test_rs_2_what_is_required_and_missing_is_named() -> None:
