@@ -272,8 +272,8 @@ class Channel:
         """Pushes one command, waiting for room; what was launched before is done then.
 
         Args:
-            command: of :func:`add_command`, of the value 0.
-            gate: int64 ``[1]``, is added to the value.
+            command: of :func:`add_command`, of an even value.
+            gate: int64 ``[1]``, 0 or 1, is added to the value.
             index: as for :meth:`push`, of one command.
             waited: as for :meth:`push`.
             note: int64 ``[words]`` on the device, and where the host reads them when it hears this.

@@ -226,8 +226,11 @@ class AllToAll(RankExchange):
         if self._steps is not None:
             self._steps.set_timeout(seconds)
 
-    def check(self) -> None:
+    def check(self, *, wait: bool = True) -> None:
         """Waits for the device and raises its error, if there is one.
+
+        Args:
+            wait: if false, raises what is known by now.
 
         Raises:
             InvalidArgument: tokens named experts out of range, and their rows were left out.
@@ -238,7 +241,7 @@ class AllToAll(RankExchange):
         if self._steps is None:
             self._native.check()
         else:
-            self._steps.check()
+            self._steps.check(wait)
 
     def finish(self) -> None:
         """Waits until all other ranks have this rank's data or are given up, so that the engine
@@ -353,6 +356,43 @@ class AllToAll(RankExchange):
         self._tokens = len(experts)
         if out.kept is not None:
             out.kept.copy_(experts)
+
+    def arriving(self) -> list[int]:
+        """Waits until all ranks have said which rows they send: the rows of each local expert that
+        come, those of ranks that are lost later included. Of a device, the host waits only for the
+        first part of ``dispatch_send``, not for tokens or other work.
+
+        Raises:
+            InvalidArgument: dispatch_recv is not next.
+            Cancelled: as :meth:`check`; or the device hasn't come to ``dispatch_send`` within
+                sixteen timeouts. Call again then.
+            NotQuiesced: as :meth:`check`.
+            Unsupported: the dispatch is in a CUDA graph.
+        """
+        if self._steps is not None:
+            return self._steps.arriving()
+        counts, _, _ = self._native.arriving(multiple=1, stride=None)
+        return counts
+
+    def dispatch_recv(
+        self,
+        *,
+        multiple: int = 1,
+        stride: int | None = None,
+        x: Tensor | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Dispatched:
+        """As :meth:`RankExchange.dispatch_recv`.
+
+        Args:
+            counts: rows of each local expert, of :meth:`arriving` or of an earlier dispatch by the
+                same indices: a device has room for these alone. If more come, it hands out nothing,
+                as :meth:`check` says. Taken on the host, where the rows that come are counted.
+        """
+        if self._steps is None:
+            return super().dispatch_recv(multiple=multiple, stride=stride, x=x)
+        tokens.check_order(multiple, stride)
+        return self._steps.dispatch_recv(multiple, stride, x, counts=counts)
 
     def dispatch_recv_into(self, room: Room, stride: int) -> Dispatched:
         """As ``dispatch_recv`` on a device, each expert's rows at a multiple of ``stride``.

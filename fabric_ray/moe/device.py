@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
-from fabric_ray.errors import Cancelled, InvalidArgument
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import (
     MoeKernels,
     MoeSizes,
@@ -29,8 +29,9 @@ from fabric_ray.kernels import (
 )
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.steps import MEETING_WORDS
+from fabric_ray.moe import device_waits
 from fabric_ray.moe.device_memory import KernelResources, is_captured, leave, settle
-from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
+from fabric_ray.moe.mailbox import MAX_TICKET, DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import (
     Dispatched,
@@ -96,6 +97,8 @@ class DeviceSteps:
         self._phase = _Phase.IDLE
         self._fault: InvalidArgument | None = None
         self._tokens = self._room = 0
+        self._ticket, self._tickets = 0, itertools.count()
+        """Of the dispatch under way, 0 in a CUDA graph."""
         self._cast: tuple[Tensor, Tensor] | None = None
         self._caller = threading.Lock()
         self._direct, self._expert_rows = direct, expert_rows
@@ -114,6 +117,7 @@ class DeviceSteps:
         self._routing.row_of.fill_(-1)
         self._routing.first.fill_(0)
         self._placement = Placement.empty(sizes, device)
+        self._placement.fault.fill_(-1)
 
         self.set_timeout(timeout)
         self._warm_up()
@@ -157,25 +161,16 @@ class DeviceSteps:
         Raises:
             Cancelled: the host has not caught up in twice the timeout.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        pushed = int(self._box.pushers[0].item())
-        end = time.monotonic() + 2 * self._timeout
-        while int(self._box.completed[0]) < pushed or self._native.begins:
-            if self._box.aborted:
-                return
-            if time.monotonic() > end:
-                raise Cancelled(
-                    "the host did not process the device's commands within "
-                    f"{2 * self._timeout:g} s; call again, or raise the timeout"
-                )
-            time.sleep(50e-6)
+        device_waits.finish(self._native, self._box, self._device, 2 * self._timeout)
 
-    def check(self) -> None:
+    def check(self, wait: bool = True) -> None:
         """As :meth:`AllToAll.check`."""
-        self.finish()
+        if wait:
+            self.finish()
         self._record_fault()
         self._raise_fault()
+        if wait:
+            self._placement.check()
 
     def left_out(self) -> tuple[int, ...]:
         """Ranks whose answers are missing in the last sums; waits for the device.
@@ -194,12 +189,13 @@ class DeviceSteps:
                 parts["x"], parts["scales"] = self._cast_room(out)
             tokens = self._check_tokens(out.indices, parts)
             indices = out.indices.to(torch.int64).contiguous()
-            with self._launching():
+            with self._launching() as captured:
+                self._ticket = 0 if captured else next(self._tickets) % MAX_TICKET + 1
                 box = self._box
                 box.begin(tokens, self._given, self._now)
                 self._kernels.count(indices, self._now, self._routing)
                 # Peers wait for this event.
-                box.tell(DeviceEvent.BEGUN, note=True)
+                box.tell(DeviceEvent.BEGUN, note=True, ticket=self._ticket)
                 self._kernels.order(indices, self._now, self._routing, kept=out.kept)
                 if out.cast is not None:
                     self._kernels.cast(
@@ -243,24 +239,31 @@ class DeviceSteps:
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
         box.tell(DeviceEvent.PACKED)
 
+    def arriving(self) -> list[int]:
+        """As :meth:`AllToAll.arriving`."""
+        with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
+            limit = self._timeout * _DEVICE_TIMEOUTS
+            return device_waits.arriving(self._native, self._ticket, self._device, limit)
+
     def dispatch_recv(
         self,
         multiple: int,
         stride: int | None,
         x: Tensor | None,
         into: Room | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Dispatched:
-        """As :meth:`AllToAll.dispatch_recv`; the number of rows is not yet known, and there must be
-        room for all that can."""
+        """As :meth:`AllToAll.dispatch_recv`; without ``counts`` the number of rows is not yet
+        known, and there must be room for all that can."""
         with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
-            total = self._most_rows(multiple, stride)
+            total = self._most_rows(multiple, stride, counts)
             tensors = self._room_for(total, x, into)
             takes = {} if into is None else {"given": into.counts, "layout": into.layout}
             local = (self._sizes.local_experts,)
-            counts = torch.empty(local, dtype=torch.int64, device=self._device)
+            came = torch.empty(local, dtype=torch.int64, device=self._device)
             starts = torch.empty(local, dtype=torch.int64, device=self._device)
             with self._launching():
-                self._place(total, multiple, stride, counts=counts, starts=starts, **takes)
+                self._place(total, multiple, stride, counts=came, starts=starts, **takes)
                 for turn in self._box.lots:
                     chunks, count = self._box.chunks("lot", Word.ROWS, turn)
                     self._kernels.hand_out(
@@ -275,9 +278,7 @@ class DeviceSteps:
                     )
                     self._box.tell(DeviceEvent.HANDED_OUT)
             self._room, self._phase = total, _Phase.COLLECTED
-            return Dispatched(
-                x=tensors.pop("x")[:total], parts=tensors, counts=counts, starts=starts
-            )
+            return Dispatched(x=tensors.pop("x")[:total], parts=tensors, counts=came, starts=starts)
 
     def _room_for(self, total: int, x: Tensor | None, into: Room | None) -> dict[str, Tensor]:
         """A tensor for each part."""
@@ -394,13 +395,14 @@ class DeviceSteps:
             raise fault
 
     @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Leaves the exchange if a call was launched only in part: later calls would wait for the
-        rest."""
-        self._used.by_graph |= is_captured(self._device)
+    def _launching(self) -> Iterator[bool]:
+        """Whether a graph is captured. Leaves the exchange if a call was launched only in part:
+        later calls would wait for the rest."""
+        captured = is_captured(self._device)
+        self._used.by_graph |= captured
         try:
             with self._launches.together():
-                yield
+                yield captured
         except BaseException:
             if self._launches.launched:
                 self._native.leave()
@@ -464,14 +466,22 @@ class DeviceSteps:
     ) -> None:
         check_rows(what, tensor, width=width, dtype=dtype, rows=rows, device=self._device)
 
-    def _most_rows(self, multiple: int, stride: int | None) -> int:
-        """Rows that can come, those that fill up included.
+    def _most_rows(
+        self, multiple: int, stride: int | None, counts: Sequence[int] | None = None
+    ) -> int:
+        """Rows that can come, or do by ``counts``; those that fill up included.
 
         Raises:
             InvalidArgument: an expert may get more than its stride.
         """
         sizes = self._sizes
         each, local = self._expert_rows, sizes.local_experts
+        if counts is not None:
+            if len(counts) != local:
+                raise InvalidArgument(f"counts are of {len(counts)} experts; give {local}")
+            each = max(counts)
+            if stride is None:
+                return sum(-(-n // multiple) * multiple for n in counts)
         if stride is None:
             filled = -(-each // multiple) * multiple
             return min(local * filled, sizes.ranks * sizes.pair_rows + local * (multiple - 1))

@@ -15,6 +15,8 @@ from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.launch import Launcher
 
 _LINE = 128
+#: Of a command: its value is twice the ticket, and one more.
+MAX_TICKET = (1 << 31) - 1
 
 
 class Word(enum.IntEnum):
@@ -76,7 +78,7 @@ class Mailbox:
         self.mirror = {
             name: torch.zeros_like(of, device=device) for name, of in self.tables.items()
         }
-        self._commands = {told: add_command(rank, told, 0) for told in DeviceEvent}
+        self._rank = rank
         # 1 until a wait fails, then 0 for good.
         self.gate = torch.ones(1, dtype=torch.int64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -110,14 +112,15 @@ class Mailbox:
         over, waits = self._word(Word.OVER), (self._values, self._grows)
         self._channel.begin_exchange(over, waits, tokens, (given, now), self._waited, self.gate)
 
-    def tell(self, told: DeviceEvent, *, note: bool = False) -> None:
+    def tell(self, told: DeviceEvent, *, note: bool = False, ticket: int = 0) -> None:
         """Tells the host that all launched before has ended, with the device's note if there is
-        one."""
+        one, and with the ticket that a caller waits for, up to ``MAX_TICKET``."""
         words = (self.mirror["note"], self.tables["note"]) if note else None
         # The next exchange waits until the answers of this one are summed.
         counter = self.over if told is DeviceEvent.SUMMED else None
+        command = add_command(self._rank, told, 2 * ticket)
         self._channel.tell_host(
-            self._commands[told], self.gate, self._index, self._waited, note=words, counter=counter
+            command, self.gate, self._index, self._waited, note=words, counter=counter
         )
 
     def fetch(

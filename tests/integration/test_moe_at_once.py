@@ -24,6 +24,7 @@ ROOM = Room({}, torch.empty(4, dtype=torch.int32), torch.empty(4, 2, dtype=torch
 TURNS: dict[str, Callable[[AllToAll], object]] = {
     "dispatch": lambda a: a.dispatch(OUT),
     "dispatch_send": lambda a: a.dispatch_send(*batch(0, TOKENS, EXPERTS, TOPK, HIDDEN)[:2]),
+    "arriving": lambda a: a.arriving(),
     "dispatch_recv": lambda a: a.dispatch_recv(),
     "combine_send": lambda a: a.combine_send(torch.empty(0, HIDDEN, dtype=torch.bfloat16)),
     "combine_answers": lambda a: a.combine_answers(),

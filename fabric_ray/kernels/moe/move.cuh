@@ -67,14 +67,17 @@ struct PackAnswers {
   u64 back_stride;
 };
 
+// Answers to rows that were not handed out are zeros: what lay there may be of an exchange before (RS-1).
 FR_DEVICE void pack_answers(const PackAnswers& p, Blocks by) {
-  if (*p.places.fault != ~0ull) return;
-  bool straight = false;
+  bool placed = *p.places.fault == ~0ull, straight = false;
   each_row(p.chunks, by, [&](const Chunk& chunk, u32 i) {
     if (chunk.place == BLANK) return;
-    u32 row = p.places.of(chunk.source, chunk.first + i);
+    u32 row = placed ? p.places.of(chunk.source, chunk.first + i) : NONE;
     u8* to = chunk.in(p.region) + i * p.back_stride;
-    if (row != NONE) copy_row(whole_warp(), to, p.answers.row(row), p.answers.width);
+    if (row != NONE)
+      copy_row(whole_warp(), to, p.answers.row(row), p.answers.width);
+    else
+      blank_row(whole_warp(), to, p.answers.width);
     straight |= chunk.is_straight();
   });
   // After this step the host may count answers that lie in peers' memory (IC-2).

@@ -37,8 +37,8 @@ pub enum Word {
     RowPaths,
 }
 
-/// Event of a device: the slot of an atomic to its own rank. The atomic adds 0 if the wait
-/// before it timed out.
+/// Event of a device: the slot of an atomic to its own rank. The atomic adds twice the ticket of a
+/// [`DeviceReport`], plus one unless the wait before it timed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceEvent {
     /// The routes are written.
@@ -59,6 +59,9 @@ pub enum DeviceEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceReport {
     pub event: DeviceEvent,
+    /// Names the launch whose caller waits for what comes of it; 0 in a CUDA graph, which no caller
+    /// waits for.
+    pub ticket: u32,
     /// The wait before it has not timed out.
     pub completed: bool,
 }
@@ -79,7 +82,9 @@ impl DeviceReport {
                 let event = event.ok_or_else(|| {
                     format!("slot {slot} is out of range [0, {})", DeviceEvent::ALL.len())
                 })?;
-                Ok(Self { event, completed: add.value != 0 })
+                let ticket = u32::try_from(add.value >> 1)
+                    .map_err(|_| format!("value {} has no ticket of 32 bits", add.value))?;
+                Ok(Self { event, ticket, completed: add.value & 1 != 0 })
             }
             other => Err(format!("got {other:?}, expected an atomic to rank {rank}")),
         }
@@ -87,11 +92,11 @@ impl DeviceReport {
 
     /// # Errors
     /// The wait before it timed out.
-    pub fn into_event(self) -> Result<DeviceEvent, String> {
-        let Self { event, completed } = self;
-        completed.then_some(event).ok_or_else(|| {
+    pub fn checked(self) -> Result<Self, String> {
+        self.completed.then_some(self).ok_or_else(|| {
             format!(
-                "the device's wait before {event:?} timed out; raise the timeout, or have every rank make the same calls"
+                "the device's wait before {:?} timed out; raise the timeout, or have every rank make the same calls",
+                self.event
             )
         })
     }

@@ -352,6 +352,19 @@ impl MoeExchange {
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
     }
 
+    /// Waits for `seconds` at most for the routes of the device's dispatch with this ticket: rows of
+    /// each expert, or `None`.
+    fn arriving_on_device(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] ticket: u32,
+        seconds: f64,
+    ) -> PyResult<Option<Vec<u32>>> {
+        let limit = timeout(py, seconds)?;
+        let found = py.detach(|| self.0.wait_arriving_on_device(ticket, limit)).or_raise(py)?;
+        Ok(found.map(|placing| placing.counts.clone()))
+    }
+
     fn dispatch_recv(&self, py: Python<'_>, parts: Vec<PartArg>) -> PyResult<()> {
         py.detach(|| {
             // SAFETY: the Python caller holds the tensors during the call, for exclusive use.

@@ -20,7 +20,7 @@ use fabric_proxy::{
     Parker,
 };
 
-use super::{device::Device, AllToAll, Inner};
+use super::{conditions::Condition, device::Device, AllToAll, Dispatched, Inner};
 use crate::device::{DeviceReport, SharedWords};
 
 /// Time for which the thread polls before it sleeps.
@@ -105,6 +105,32 @@ impl AllToAll {
         self.inner.state.lock().device.as_mut().map_or(Ok(()), Device::check)
     }
 
+    /// Placement of the rows of the device's dispatch with this ticket, packed: waits until every
+    /// rank's routes are known, for `limit` at most; `None` then. Not 0, see [`DeviceReport`].
+    ///
+    /// # Errors
+    /// The error that ended the exchange on the device; [`EngineError::Invalid`] without a device.
+    pub fn wait_arriving_on_device(
+        &self,
+        ticket: u32,
+        limit: Duration,
+    ) -> Result<Option<Dispatched>> {
+        let (inner, routes) = (&self.inner, Condition::DeviceRoutes(ticket));
+        let begun = Instant::now();
+        let mut state = inner.state.lock();
+        state.awaited.push(routes);
+        while !state.holds(routes) {
+            let Some(left) = limit.checked_sub(begun.elapsed()) else { break };
+            inner.changed.wait_for(&mut state, left);
+        }
+        state.end_wait(routes);
+        let Some(device) = &state.device else {
+            return Err(EngineError::Invalid("no device executes this exchange".into()));
+        };
+        device.check_failed()?;
+        Ok(state.placing.clone().filter(|_| device.has_routes_of(ticket)))
+    }
+
     /// Ranks whose answers are missing in the last sums that the device reported.
     pub fn left_out(&self) -> Vec<u32> {
         self.inner.state.lock().device.as_ref().map(Device::left_out).unwrap_or_default()
@@ -172,6 +198,7 @@ impl Inner {
         }
         if since.get_or_insert_with(Instant::now).elapsed() >= self.timeout() {
             state.device_is_stuck(self.timeout(), "the device waits for it");
+            self.changed.notify_all();
         }
     }
 }

@@ -11,6 +11,8 @@ pub enum Condition {
     /// No write of a lost rank can land any more, and no write to one reads memory (MR-1).
     Quiesced,
     Routes,
+    /// The device has the routes of its dispatch with this ticket, or has failed.
+    DeviceRoutes(u32),
     /// There are rows to hand out, or all were.
     Rows,
     /// The shared buffer is free for more answers.
@@ -30,6 +32,9 @@ impl ExchangeState {
             }
             Condition::Quiesced => self.revoking.is_empty() && self.failed_in_flight == 0,
             Condition::Routes => self.all_routes(),
+            Condition::DeviceRoutes(ticket) => {
+                self.device.as_ref().is_some_and(|d| d.has_failed() || d.has_routes_of(ticket))
+            }
             Condition::Rows => self.here().any(PeerLink::has_rows) || self.all_collected(),
             Condition::AnswersSent if self.phase == Phase::Collected => {
                 self.answers_out == 0 && self.holds(Condition::Quiesced)
@@ -49,7 +54,10 @@ impl ExchangeState {
     /// Whether a condition needs memory that lost ranks may access.
     pub fn needs_quiesce(&self, condition: Condition) -> bool {
         match condition {
-            Condition::Routes | Condition::Answers | Condition::AllDelivered => false,
+            Condition::Routes
+            | Condition::DeviceRoutes(_)
+            | Condition::Answers
+            | Condition::AllDelivered => false,
             Condition::Rows => !self.waiting.is_empty(),
             Condition::MayDispatch | Condition::Quiesced | Condition::AnswersSent => true,
         }

@@ -33,6 +33,8 @@ pub struct Device {
     rounds: (u64, u64),
     /// The number of its exchange, from 1.
     exchange: u64,
+    /// The ticket of its dispatch.
+    ticket: u32,
     /// The device may write its rows.
     may_begin: bool,
     /// The device's next routes, while the last exchange has not ended.
@@ -78,6 +80,7 @@ impl Device {
             shared,
             rounds: rounds(shape),
             exchange: 0,
+            ticket: 0,
             may_begin: true,
             begins: None,
             packed: false,
@@ -104,11 +107,14 @@ impl Device {
 
     /// See [`AllToAll::check`](super::AllToAll::check).
     pub fn check(&mut self) -> Result<()> {
-        match (&self.failed, self.fault.take()) {
-            (Some(failed), _) => Err(failed.clone()),
-            (None, Some(fault)) => Err(EngineError::Invalid(fault)),
-            (None, None) => Ok(()),
-        }
+        self.check_failed()?;
+        self.fault.take().map_or(Ok(()), |fault| Err(EngineError::Invalid(fault)))
+    }
+
+    /// # Errors
+    /// The error that ended the exchange on the device.
+    pub fn check_failed(&self) -> Result<()> {
+        self.failed.clone().map_or(Ok(()), Err)
     }
 
     /// Whether it stores to peers' memory itself where it reaches it.
@@ -145,6 +151,11 @@ impl Device {
 
     pub fn has_failed(&self) -> bool {
         self.failed.is_some()
+    }
+
+    /// Whether it has the routes of the dispatch with this ticket.
+    pub fn has_routes_of(&self, ticket: u32) -> bool {
+        self.ticket == ticket && self.begins.is_none() && self.routed
     }
 
     fn hangs(&self, s: &ExchangeState) -> bool {
@@ -198,7 +209,7 @@ impl Device {
     fn on_event(
         &mut self,
         s: &mut ExchangeState,
-        event: DeviceEvent,
+        DeviceReport { event, ticket, .. }: DeviceReport,
         actions: &mut Vec<Action>,
     ) -> Result<(), String> {
         match (event, s.phase) {
@@ -209,6 +220,7 @@ impl Device {
                     self.fault = Some(fault_text(fault, s.shape.topk));
                 }
                 self.begins = Some(routes);
+                self.ticket = ticket;
                 (self.packed, self.may_begin) = (false, false);
                 self.exchange += 1;
             }

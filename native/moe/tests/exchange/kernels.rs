@@ -40,6 +40,8 @@ pub struct Kernels {
     rows: Region,
     words: AtomicWords,
     exchange: u64,
+    /// That its dispatches carry.
+    pub ticket: u32,
     combined: bool,
     pub next: Next,
     routes: Routes,
@@ -94,6 +96,7 @@ impl Kernels {
             rows,
             words,
             exchange: 0,
+            ticket: 0,
             combined: false,
             next: Next::Route,
             routes: Routes::default(),
@@ -152,7 +155,7 @@ impl Kernels {
             Next::Route => {
                 self.exchange += 1;
                 self.route(batch);
-                self.tell(all, DeviceEvent::Begun);
+                self.say(all, DeviceEvent::Begun, 2 * i64::from(self.ticket) + 1);
                 self.next = Next::Pack;
             }
             Next::Pack => {
@@ -489,6 +492,54 @@ mod tests {
                 assert_eq!(descriptor.recv_timeout(Duration::from_secs(5)), Ok(Ok(())), "{fails}");
             });
         }
+    }
+
+    #[test]
+    fn a_caller_waits_for_the_routes_of_its_own_dispatch() {
+        let (mut net, _engine, all, mut kernels) = alone(2);
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let peer = AllToAll::new(engine, kernels.shape, 1).unwrap();
+        let descriptors = [&all, &peer].map(|a| a.descriptor(None).unwrap());
+        peer.admit(&descriptors[0]).unwrap();
+        all.admit(&descriptors[1]).unwrap();
+        let now = |ticket| all.wait_arriving_on_device(ticket, Duration::ZERO);
+        let batches = [two_tokens(1), two_tokens(2)];
+        for ticket in 1..3 {
+            kernels.ticket = ticket;
+            assert_eq!(now(ticket), Ok(None));
+            while kernels.next != Next::Pack {
+                let waits = matches!(kernels.step(&all, &batches[0], false), Outcome::Waits);
+                assert!(!waits || net.step());
+            }
+            // This rank's routes are known, the peer's aren't. Before, those of the last dispatch
+            // were.
+            assert_eq!((now(ticket), now(ticket - 1)), (Ok(None), Ok(None)));
+            batches[1].send(&peer).unwrap();
+            let placing = thread::scope(|threads| {
+                let wait = || all.wait_arriving_on_device(ticket, Duration::from_secs(20));
+                let waits = threads.spawn(wait);
+                while !kernels.has(Word::Routes, u64::from(ticket)) {
+                    assert!(net.step());
+                }
+                waits.join().unwrap()
+            });
+            assert_eq!(placing.unwrap().unwrap().counts, [4, 0]);
+            assert_eq!(now(ticket + 1), Ok(None));
+            while !matches!(kernels.step(&all, &batches[0], false), Outcome::Collected) {
+                net.step();
+            }
+            let order = Order::Packed { multiple: 1 };
+            while peer.arriving(order).unwrap().is_none()
+                || !peer.collect(&mut Handed::room(0).parts()).unwrap()
+            {
+                assert!(net.step());
+            }
+            while !peer.may_dispatch() {
+                assert!(net.step());
+            }
+        }
+        all.leave();
+        assert!(matches!(now(2), Err(EngineError::Cancelled { .. })));
     }
 
     #[test]

@@ -30,8 +30,8 @@ impl ExchangeState {
             .unwrap_or_default();
         if device.failed.is_none() {
             match report
-                .and_then(DeviceReport::into_event)
-                .and_then(|event| device.on_event(self, event, actions))
+                .and_then(DeviceReport::checked)
+                .and_then(|report| device.on_event(self, report, actions))
             {
                 Ok(()) => device.advance(self, actions),
                 Err(cause) => device.fail(self.gives_up(cause)),
