@@ -33,8 +33,8 @@ class Buffer(NormalCalls):
     on a GPU, too: kernels do a rank's part there, counts stay there, and no call waits for it.
     They run on torch's current stream, with ``async_finish`` on :meth:`get_comm_stream`'s. What
     goes wrong on the device is raised by a later call, or by :meth:`check`. Normal calls take them
-    as well, and wait for the number of rows that come. What can't be had raises
-    :class:`~fabric_ray.errors.Unsupported` at the call.
+    as well, and wait for the number of rows that come, not for other streams. What can't be had
+    raises :class:`~fabric_ray.errors.Unsupported` at the call.
 
     Args:
         group: a ``torch.distributed`` group; of a backend for GPUs alone (NCCL), each rank's

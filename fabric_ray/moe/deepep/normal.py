@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +44,6 @@ class _Lane:
     handle: Handle | None = None
     taken: int = 0
     """When, counted in dispatches."""
-    room: int = 0
-    """Rows that can come, where kernels make the exchange."""
     relied: Handle | None = None
     """By which rows were taken that a device didn't count yet."""
 
@@ -58,25 +56,20 @@ class _Lane:
         """Whether a CUDA graph has calls of the exchange."""
         return isinstance(self.exchange, AllToAll) and self.exchange.captured
 
-    def came(self, got: Dispatched, known: int | None) -> Dispatched:
-        """Only the rows that there are; a device is waited for if their number isn't known."""
-        if not self.on_device:
-            return got
-        self.room = len(got.x)
-        if known is None:
-            # What went wrong on the device makes no counts.
-            self.exchange.check()
-        rows = int(got.counts.sum()) if known is None else known
-        # The rest of the room, for all that can come, is not to be kept with them.
-        parts = {name: part[:rows].clone() for name, part in got.parts.items()}
-        return replace(got, x=got.x[:rows].clone(), parts=parts)
+    def receive(self, rows: int | None) -> Dispatched:
+        """What comes; of a device, the host waits for the number of rows if it isn't known."""
+        exchange = self.exchange
+        if not isinstance(exchange, AllToAll) or not exchange.asynchronous:
+            return exchange.dispatch_recv()
+        if rows is not None:
+            return exchange.dispatch_recv(counts=[rows])
+        got = exchange.dispatch_recv(counts=exchange.arriving())
+        # Tokens that went nowhere.
+        exchange.check(wait=False)
+        return got
 
     def answer(self, y: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The sums of answers ``[rows, width]``."""
-        if self.on_device:
-            room = y.new_empty(self.room, y.shape[1])
-            room[: len(y)] = y
-            y = room
         handle, self.handle = self.handle, None
         try:
             self.exchange.combine_send(y)
@@ -118,6 +111,8 @@ class Normal:
         """With less room than lanes have by now."""
         self._counts: dict[int, AllToAll] = {}
         self._taken = 0
+        self._last: AnyExchange | None = None
+        """The exchange that was sent to last."""
 
     @property
     def comm(self) -> Comm:
@@ -227,10 +222,10 @@ class Normal:
                 by then, so that ranks which hear of the loss later stay in step.
         """
         lane = self._lane(form)
+        self._last = lane.exchange
         gone = self._follow(lane)
         lane.exchange.dispatch_send(x, ranks_of, **parts)
-        got = lane.exchange.dispatch_recv()
-        got = lane.came(got, None if handle is None else handle.rows)
+        got = lane.receive(None if handle is None else handle.rows)
         self._exchanges.check_whole(lane.exchange)
         if handle is not None:
             self._check_ways(handle, lane, len(got.x))
@@ -244,6 +239,16 @@ class Normal:
             handle = Handle.made(fields, ranks_of, len(got.x), form.topk, gone)
         lane.handle = handle
         return got, handle
+
+    def read(self, values: Tensor) -> list[int]:
+        """Values of what the last :meth:`send` took; waits for a device.
+
+        Raises:
+            PeerLost: a rank was lost meanwhile.
+        """
+        found: list[int] = values.tolist()
+        self._exchanges.check_whole(self._last)
+        return found
 
     def number(self, tokens: int, device: torch.device) -> Tensor:
         """This rank's tokens by number among all ranks', from 1: int32 ``[tokens, 1]``. The number
@@ -296,8 +301,7 @@ class Normal:
         lane = self._lane(form)
         self._follow(lane)
         lane.exchange.dispatch_send(nothing, handle.ranks_of)
-        lane.room = len(lane.exchange.dispatch_recv().x)
-        self._check_ways(handle, lane, handle.rows if lane.on_device else lane.room)
+        self._check_ways(handle, lane, len(lane.receive(handle.rows).x))
         return self._answered(lane, y[: handle.rows], dtype)
 
     def _answered(self, lane: _Lane, y: Tensor, dtype: torch.dtype | None) -> Tensor:
