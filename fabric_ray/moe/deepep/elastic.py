@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -376,7 +377,8 @@ class ElasticBuffer(ElasticCalls):
         slots = slots_of(idx, local, alignment)
         origin = got.parts["origin"][:, 0] - 1
         place = origin.clamp(min=0) // most % self.num_scaleup_ranks
-        of_place = torch.bincount(place, minlength=self.num_scaleup_ranks)
+        of_place = ways.tally(place, self.num_scaleup_ranks)
+        starts = self._normal.read(slots.starts) if exact else []
         ends = slots.starts[:-1] + slots.counts if do_expand else slots.starts[1:]
         each = min(topk_idx.shape[1], local)
         can_come = rows * each + (alignment - 1) * local
@@ -390,9 +392,9 @@ class ElasticBuffer(ElasticCalls):
             num_sms=0,
             topk_idx=topk_idx.clone() if copies else topk_idx,
             num_recv_tokens=rows,
-            num_expanded_tokens=slots.total if exact else -(-can_come // alignment) * alignment,
-            num_recv_tokens_per_expert_list=slots.starts.diff().tolist() if exact else [],
-            psum_num_recv_tokens_per_scaleup_rank=of_place.cumsum(0).to(torch.int32),
+            num_expanded_tokens=starts[-1] if exact else -(-can_come // alignment) * alignment,
+            num_recv_tokens_per_expert_list=[end - at for at, end in pairwise(starts)],
+            psum_num_recv_tokens_per_scaleup_rank=of_place.cumsum(0, dtype=torch.int32),
             psum_num_recv_tokens_per_expert=ends.to(torch.int32),
             num_unaligned_recv_tokens_per_expert=(
                 slots.counts.to(torch.int32) if do_expand else None

@@ -25,11 +25,6 @@ class Slots:
     of: Tensor
     """The slot of each expert of a token, int64 ``[rows, topk]``; -1 for experts of other ranks."""
 
-    @property
-    def total(self) -> int:
-        """Number of slots, padding included; waits for a device."""
-        return int(self.starts[-1])
-
     def expand(self, rows: Tensor, total: int) -> Tensor:
         """Copies each row to its slots: ``[total, width]``; padding is zero."""
         token, place = (self.of >= 0).nonzero(as_tuple=True)
@@ -137,17 +132,16 @@ def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:
         alignment: of each expert's slots.
     """
     experts = topk_idx.flatten()
-    counts = torch.bincount(experts[experts >= 0], minlength=local)
+    counts = ways.tally(experts, local)
     filled = (counts + alignment - 1) // alignment * alignment
     nothing = counts.new_zeros(1)
     starts = torch.cat([nothing, filled.cumsum(0)])
     before = torch.cat([nothing, counts.cumsum(0)])
-    order = torch.where(experts < 0, local, experts).sort(stable=True).indices
-    there = order[: len(experts[experts >= 0])]
-    expert = experts[there]
-    slots = torch.full_like(experts, -1)
-    number = torch.arange(len(there), dtype=torch.int64, device=experts.device)
-    slots[there] = starts[expert] + number - before[expert]
+    # Experts of other ranks are last.
+    expert, order = torch.where(experts < 0, local, experts).sort(stable=True)
+    number = torch.arange(len(order), dtype=torch.int64, device=experts.device)
+    slots = torch.empty_like(experts)
+    slots[order] = torch.where(expert < local, (starts - before)[expert] + number, -1)
     return Slots(counts, starts, slots.view(topk_idx.shape))
 
 

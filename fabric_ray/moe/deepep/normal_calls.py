@@ -73,8 +73,10 @@ class NormalCalls(SharedCalls):
     ]:
         """Sends each token once to each rank that hosts one of its experts.
 
-        On a GPU it runs on torch's current stream, and waits for the number of rows that come, but
-        on one node with a handle.
+        On a GPU it runs on torch's current stream. On one node the host waits until all ranks have
+        said how many rows they send, not for other streams, and with ``topk_idx`` for the rows of
+        this call, whose experts are counted unless there is ``num_worst_tokens``. With a handle it
+        waits for nothing; a loss is raised by the next call or by :meth:`check` then.
 
         Args:
             x: ``[tokens, hidden]``, or fp8 with scales; or four bits, as of DeepEP's ``hybrid-ep``
@@ -160,7 +162,7 @@ class NormalCalls(SharedCalls):
         if idx is None:
             found = self._normal.counted(layout.tokens_per_expert)
         elif not num_worst_tokens:
-            found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
+            found = self._normal.read(ways.tally(idx, local))
         if not num_worst_tokens:
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
         return shaped(received), idx, weights, counts, made, self._behind(tokens, async_finish)

@@ -154,22 +154,21 @@ def padded(
 ) -> tuple[Tokens, Tensor | None, Tensor | None]:
     """What came, in ``total`` rows: tokens, this rank's experts and their weights."""
 
-    def fill(tensor: Tensor, value: float) -> Tensor:
+    def fill(tensor: Tensor, byte: int = 0) -> Tensor:
         if len(tensor) == total:
             return tensor
-        shape = (total, tensor.shape[1])
-        room = torch.full(shape, value, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
+        room = tensor.new_empty(total, tensor.shape[1])
         room[: len(tensor)] = tensor
+        room[len(tensor) :].view(torch.uint8).fill_(byte)
         return room
 
-    tokens: Tokens = fill(got.x, 0)
-    if "scales" in got.parts:
-        tokens = (fill(got.x, 0), fill(got.parts["scales"], 0))
+    x = fill(got.x)
+    tokens: Tokens = (x, fill(got.parts["scales"])) if "scales" in got.parts else x
     idx = weights = None
     if "topk_idx" in got.parts:
-        here = got.parts["topk_idx"] - 1 - first
-        here = torch.where((here >= 0) & (here < local), here, -1)
-        idx = fill(here, -1)
+        here = got.parts["topk_idx"] - (1 + first)
+        is_here = (here >= 0) & (here < local)
+        idx = fill(torch.where(is_here, here, -1), 0xFF)
         if "topk_weights" in got.parts:
-            weights = fill(torch.where(here >= 0, got.parts["topk_weights"], 0.0), 0)
+            weights = fill(torch.where(is_here, got.parts["topk_weights"], 0.0))
     return tokens, idx, weights

@@ -43,24 +43,50 @@ def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
     Raises:
         InvalidArgument: experts that don't spread over ranks evenly, or that there aren't.
     """
+    layout, extremes = _counted(topk_idx, experts, ranks)
+    _check_extremes(torch.stack(extremes).tolist() if extremes else (), experts)
+    return layout
+
+
+def _counted(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Layout, tuple[Tensor, ...]]:
+    """As :func:`layout_of`, of the experts that there are, and the least and the largest index, if
+    there are any; waits for no device."""
     if experts < 1 or experts % ranks:
         raise InvalidArgument(f"{experts} experts can't be spread over {ranks} ranks evenly")
     if topk_idx.ndim != 2 or topk_idx.dtype.is_floating_point:
         shape = tuple(topk_idx.shape)
         raise InvalidArgument(f"indices are {topk_idx.dtype} {shape}; give integers [tokens, topk]")
     idx = topk_idx.to(torch.int64)
-    if idx.numel() and not -1 <= int(idx.min()) <= int(idx.max()) < experts:
-        raise InvalidArgument(
-            f"experts {int(idx.min())} to {int(idx.max())} are named, and there are {experts}; "
-            "-1 is for none"
-        )
-    chosen = torch.nn.functional.one_hot(idx + 1, experts + 1)[:, :, 1:].sum(1)
-    in_rank = chosen.view(len(idx), ranks, experts // ranks).sum(2) > 0
-    return Layout(
-        tokens_per_rank=in_rank.sum(0).to(torch.int32),
-        tokens_per_expert=chosen.sum(0).to(torch.int32),
+    chosen = _named(idx, experts).sum(1, dtype=torch.int32)
+    in_rank = chosen.view(len(idx), ranks, experts // ranks).any(2)
+    layout = Layout(
+        tokens_per_rank=in_rank.sum(0, dtype=torch.int32),
+        tokens_per_expert=chosen.sum(0, dtype=torch.int32),
         in_rank=in_rank,
     )
+    return layout, tuple(torch.aminmax(idx)) if idx.numel() else ()
+
+
+def _check_extremes(extremes: Sequence[int], experts: int) -> None:
+    """
+    Raises:
+        InvalidArgument: the least or the largest index is that of no expert.
+    """
+    if extremes and not -1 <= extremes[0] <= extremes[1] < experts:
+        raise InvalidArgument(
+            f"experts {extremes[0]} to {extremes[1]} are named, and there are {experts}; "
+            "-1 is for none"
+        )
+
+
+def _named(numbers: Tensor, size: int) -> Tensor:
+    """Whether each is 0, 1 and so on: bool ``[..., size]``."""
+    return numbers[..., None] == torch.arange(size, dtype=torch.int64, device=numbers.device)
+
+
+def tally(numbers: Tensor, size: int) -> Tensor:
+    """How often 0, 1 and so on are among ``numbers``: int64 ``[size]``. Waits for no device."""
+    return _named(numbers.flatten(), size).sum(0)
 
 
 def checked_layout(
@@ -80,14 +106,20 @@ def checked_layout(
         raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
     if topk_idx is None:
         return _layout_alone(x, per_rank, in_rank, per_expert, ranks)
-    layout = layout_of(topk_idx, len(per_expert), ranks)
+    layout, extremes = _counted(topk_idx, len(per_expert), ranks)
     if len(topk_idx) != len(x):
         raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
-    if not (
-        torch.equal(layout.in_rank, in_rank)
-        and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
-        and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
-    ):
+    pairs = [
+        (layout.in_rank, in_rank),
+        (layout.tokens_per_rank, per_rank),
+        (layout.tokens_per_expert, per_expert),
+    ]
+    same = all(ours.shape == theirs.shape for ours, theirs in pairs)
+    differ = [(ours != theirs).sum() for ours, theirs in pairs] if same else []
+    # A device is waited for once.
+    found = torch.stack([*extremes, *differ]).tolist() if extremes or differ else []
+    _check_extremes(found[: len(extremes)], len(per_expert))
+    if not same or any(found[len(extremes) :]):
         raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
     return layout
 
@@ -240,9 +272,7 @@ def handle_fields(
     if origin is not None:
         numbers = (origin - 1).clamp(min=0)
         source, numbers = numbers // room, numbers % room
-        each = torch.zeros(ranks, dtype=torch.int64, device=where)
-        each.scatter_add_(0, source.to(torch.int64), torch.ones_like(source, dtype=torch.int64))
-        came = each.cumsum(0).to(torch.int32)
+        came = tally(source, ranks).cumsum(0, dtype=torch.int32)
     sent, heads = _sent(in_rank)
     if ranks_per_node == ranks:
         prefix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=where)
@@ -272,7 +302,7 @@ def heads_of(ranks: Tensor, size: int) -> Tensor:
     Args:
         ranks: int64 ``[tokens, topk]``, repeated ones too; -1 for none.
     """
-    return _sent(torch.nn.functional.one_hot(ranks + 1, size + 1)[:, :, 1:].amax(1) > 0)[1]
+    return _sent(_named(ranks, size).any(1))[1]
 
 
 def _sent(to: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,8 +313,10 @@ def _sent(to: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ranks_of(in_rank: Tensor, width: int) -> Tensor:
-    """The ranks of each token in ascending order, -1 behind them: int64 ``[tokens, width]``."""
+    """The ranks of each token in ascending order, -1 elsewhere: int64 ``[tokens, width]``."""
     ranks = in_rank.shape[1]
     numbers = torch.arange(ranks, dtype=torch.int64, device=in_rank.device)
+    if width == ranks:
+        return torch.where(in_rank, numbers, -1)
     found = torch.where(in_rank, numbers, ranks).sort(1).values[:, :width]
     return torch.where(found < ranks, found, -1)
