@@ -122,6 +122,20 @@ impl Data {
     }
 }
 
+/// A small contiguous write within checked bounds, as plain values.
+#[derive(Clone, Copy, Debug)]
+pub struct SmallWrite {
+    /// The first byte.
+    pub local: LocalAddr,
+    /// The registration that `local` lies in.
+    pub local_region: u32,
+    pub remote: RegionKey,
+    /// Offset in the peer's registration, bytes.
+    pub remote_offset: u64,
+    /// Bytes; at least 1.
+    pub len: u64,
+}
+
 /// `n` logical writes arrived for counter `imm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count {
@@ -392,18 +406,19 @@ pub trait Domain: Send {
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
 
-    /// `begin_request`, `post` and `flush` for a request of one work request.
+    /// Carries out small writes and then their count within the call, and wakes the peer unless a
+    /// request has begun: done, or queued if the peer may have left before it took the count.
+    /// `None` if it can't: nothing is counted, and the caller posts each write, some of whose bytes
+    /// may have been copied.
     #[inline]
-    fn post_alone(
+    fn write_small(
         &mut self,
-        link: LinkId,
-        token: Token,
-        wr: &WorkRequest,
-    ) -> Result<Post, DomainError> {
-        self.begin_request();
-        let posted = self.post(link, token, wr);
-        self.flush();
-        posted
+        _link: LinkId,
+        _token: Token,
+        _writes: &[SmallWrite],
+        _count: Option<Count>,
+    ) -> Option<Post> {
+        None
     }
 
     /// Advances all links and reports events; false if nothing happened.

@@ -148,11 +148,17 @@ impl CounterRef {
 
 /// Checks a range against a limit: the sender's half of MR-3. No sum of untrusted numbers is formed
 /// before it, so nothing wraps.
+#[inline]
 pub(crate) fn check_range(what: &str, offset: u64, len: u64, limit: u64) -> Result<()> {
-    if offset.checked_add(len).is_some_and(|end| end <= limit) {
-        return Ok(());
+    match offset.checked_add(len).is_some_and(|end| end <= limit) {
+        true => Ok(()),
+        false => Err(out_of_bounds(what, (offset, len), limit)),
     }
-    Err(EngineError::OutOfBounds { what: what.to_owned(), offset, len, limit })
+}
+
+#[cold]
+fn out_of_bounds(what: &str, (offset, len): (u64, u64), limit: u64) -> EngineError {
+    EngineError::OutOfBounds { what: what.to_owned(), offset, len, limit }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -2,40 +2,62 @@
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
-use super::{overlap, peers::Peer, Region, RemoteRegion, Shared};
+use super::{overlap, peers::Peer, Local, Region, Remote, RemoteRegion, Shared};
 use crate::{
     api::{check_range, Imm, PageIndices, Pages},
-    domain::{Count, Data, LocalAddr, Seq, WorkRequest},
+    domain::{Count, Data, LocalAddr, Seq, SmallWrite, WorkRequest},
     engine::Op,
-    group::{BoundOp, SharedCount},
+    group::{BoundOp, SharedCount, SmallRequest, SmallWrites},
     EngineError, Result,
 };
 
+/// Most operations of a [`SmallRequest`].
+const MAX_SMALL_WRITES: usize = 4096;
+
+#[cold]
+fn other_engine(peer: &Peer) -> EngineError {
+    EngineError::Invalid(format!(
+        "peer {} was made by another engine; make it with this engine's peer() or import it here",
+        peer.address.label()
+    ))
+}
+
+#[cold]
+fn other_region() -> EngineError {
+    EngineError::Invalid(
+        "the local region belongs to another engine; register it with this one".into(),
+    )
+}
+
+#[cold]
+fn no_effect() -> EngineError {
+    EngineError::Invalid("a write of zero bytes without an immediate does nothing".into())
+}
+
 impl Shared {
+    #[inline]
     pub(super) fn check_peer(&self, peer: &Peer) -> Result<()> {
-        if peer.known_to == self.address.id {
-            return Ok(());
+        match peer.known_to == self.address.id {
+            true => Ok(()),
+            false => Err(other_engine(peer)),
         }
-        Err(EngineError::Invalid(format!(
-            "peer {} was made by another engine; make it with this engine's peer() or import it here",
-            peer.address.label()
-        )))
     }
 
+    #[inline]
     pub(super) fn check_own(&self, region: &Region) -> Result<()> {
-        if !std::ptr::eq(Arc::as_ptr(&region.inner.shared), self) {
-            return Err(EngineError::Invalid(
-                "the local region belongs to another engine; register it with this one".into(),
-            ));
+        match std::ptr::eq(Arc::as_ptr(&region.inner.shared), self) {
+            true => region.check_open(),
+            false => Err(other_region()),
         }
-        region.check_open()
     }
 
+    #[inline]
     fn check_local(&self, region: &Region, offset: u64, len: u64) -> Result<()> {
         self.check_own(region)?;
         check_range("local region", offset, len, region.len())
     }
 
+    #[inline]
     fn check_remote(&self, region: &RemoteRegion, offset: u64, len: u64) -> Result<()> {
         self.check_peer(&region.peer)?;
         check_range("remote region", offset, len, region.len())
@@ -77,22 +99,34 @@ impl Shared {
     }
 
     /// Checks everything that can be checked without the peer.
+    #[inline]
     pub(super) fn check(&self, op: &Op<'_>) -> Result<()> {
-        self.check_ranges(op)?;
-        overlap::check(op)
+        match op {
+            // The bytes of another engine overlap none of this one's.
+            Op::Write { src, dst, len, imm } if dst.region.own.is_none() => {
+                self.check_write((src, dst), *len, *imm)
+            }
+            op => self.check_ranges(op).and_then(|()| overlap::check(op)),
+        }
+    }
+
+    #[inline]
+    fn check_write(
+        &self,
+        (src, dst): (&Local<'_>, &Remote<'_>),
+        len: u64,
+        imm: Option<Imm>,
+    ) -> Result<()> {
+        if len == 0 && imm.is_none() {
+            return Err(no_effect());
+        }
+        self.check_local(src.region, src.offset, len)?;
+        self.check_remote(dst.region, dst.offset, len)
     }
 
     fn check_ranges(&self, op: &Op<'_>) -> Result<()> {
         match op {
-            Op::Write { src, dst, len, imm } => {
-                if *len == 0 && imm.is_none() {
-                    return Err(EngineError::Invalid(
-                        "a write of zero bytes without an immediate does nothing".into(),
-                    ));
-                }
-                self.check_local(src.region, src.offset, *len)?;
-                self.check_remote(dst.region, dst.offset, *len)
-            }
+            Op::Write { src, dst, len, imm } => self.check_write((src, dst), *len, *imm),
             Op::Read { src, dst, len } => {
                 if *len == 0 {
                     return Err(EngineError::Invalid("a read of zero bytes does nothing".into()));
@@ -309,9 +343,40 @@ fn write(
     BoundOp::new(dst.peer.key, write_request((src, src_offset), (dst, dst_offset), len, imm))
 }
 
+/// The request of these operations, if all are small writes to one peer, with the same immediate or
+/// none. `writes` takes those that move bytes.
+#[inline]
+pub(super) fn small_request(ops: &[Op<'_>], writes: &mut SmallWrites) -> Option<SmallRequest> {
+    let [Op::Write { dst, imm, .. }, ..] = ops else { return None };
+    if ops.len() > 1 {
+        if ops.len() > MAX_SMALL_WRITES {
+            return None;
+        }
+        writes.reserve(ops.len());
+    }
+    let wire = |imm: &Option<Imm>| imm.map(Imm::to_wire);
+    let mut request = SmallRequest::new(dst.region.peer.key, wire(imm));
+    for op in ops {
+        let Op::Write { src, dst, len, imm } = op else { return None };
+        if !request.add(dst.region.peer.key, wire(imm), *len) {
+            return None;
+        }
+        if *len > 0 {
+            writes.push(SmallWrite {
+                local: LocalAddr(src.region.addr() + src.offset as usize),
+                local_region: src.region.inner.memory.key.index,
+                remote: dst.region.key,
+                remote_offset: dst.region.offset + dst.offset,
+                len: *len,
+            });
+        }
+    }
+    Some(request)
+}
+
 /// The work request of a checked write.
 #[inline]
-pub(super) fn write_request(
+fn write_request(
     (src, src_offset): (&Region, u64),
     (dst, dst_offset): (&RemoteRegion, u64),
     len: u64,

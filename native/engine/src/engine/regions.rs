@@ -258,19 +258,25 @@ impl Region {
         self.location().file().map_or(Ok(()), |file| file.sync())
     }
 
+    #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         self.inner.shared.driver()?;
-        if self.inner.closed.load(SeqCst) {
-            return Err(EngineError::Stale {
-                what: "the local region".into(),
-                cause: match self.inner.memory.grantor {
-                    None => "it was deregistered".into(),
-                    Some(_) => "its grant has ended".into(),
-                },
-                remedy: "register the memory again",
-            });
+        match self.inner.closed.load(SeqCst) {
+            false => Ok(()),
+            true => Err(self.stale()),
         }
-        Ok(())
+    }
+
+    #[cold]
+    fn stale(&self) -> EngineError {
+        EngineError::Stale {
+            what: "the local region".into(),
+            cause: match self.inner.memory.grantor {
+                None => "it was deregistered".into(),
+                Some(_) => "its grant has ended".into(),
+            },
+            remedy: "register the memory again",
+        }
     }
 }
 

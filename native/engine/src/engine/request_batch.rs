@@ -13,12 +13,12 @@ use std::{
 };
 
 use super::{
-    callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence,
-    Region, Shared, Submit, TransferEngine,
+    bind::small_request, callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op,
+    Peer, Quiescence, Region, Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
-    group::{OperationCompletion, PeerHold, Submitted},
+    group::{OperationCompletion, PeerHold, RequestInfo, SmallWrites, Submitted},
     locks::Mutex,
     EngineError, Result,
 };
@@ -227,15 +227,28 @@ impl Shared {
         for (at, op) in ops {
             let priority = options.priority(std::slice::from_ref(*op));
             let begun = now;
-            let key = core.group.open(begun, (op.name(), options.span), priority);
-            self.bind(op, (options.rail, false), &mut |bound| {
-                bytes += bound.bytes();
-                core.group.push(begun, key, bound, &mut core.domains, &**self);
+            let mut writes = SmallWrites::new();
+            let small = match options.rail {
+                None => small_request(std::slice::from_ref(*op), &mut writes),
+                Some(_) => None,
+            };
+            let posted = small.and_then(|request| {
+                let info = RequestInfo { name: op.name(), span: options.span, priority, timeout };
+                bytes += request.bytes;
+                core.group.post_small((request, &writes), info, || begun, &mut core.domains)
             });
-            if bytes >= CLOCK_READ_BYTES {
-                (now, bytes) = (self.now(), 0);
-            }
-            match core.group.seal((begun, now), key, timeout) {
+            let sealed = posted.unwrap_or_else(|| {
+                let key = core.group.open(begun, (op.name(), options.span), priority);
+                self.bind(op, (options.rail, false), &mut |bound| {
+                    bytes += bound.bytes();
+                    core.group.push(begun, key, bound, &mut core.domains, &**self);
+                });
+                if bytes >= CLOCK_READ_BYTES {
+                    (now, bytes) = (self.now(), 0);
+                }
+                core.group.seal((begun, now), key, timeout)
+            });
+            match sealed {
                 Submitted::Done(result) => at_once.ended(*at, result),
                 Submitted::Pending(key) => core.group.attach(key, (batch.clone(), *at as u32)),
             }

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{PeerHold, RequestInfo, Submitted},
+    group::{PeerHold, RequestInfo, SmallWrites, Submitted},
     EngineError, Result,
 };
 
@@ -104,20 +104,22 @@ impl Shared {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let priority = options.priority(ops);
         let called = (name, options.span);
+        let mut writes = SmallWrites::new();
+        let small = match (options.rail, only_prepare, posted) {
+            (None, false, None) => bind::small_request(ops, &mut writes),
+            _ => None,
+        };
         if let Some(mut core) = driver.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
-            if let ([Op::Write { src, dst, len, imm }], None, (false, None)) =
-                (ops, options.rail, (only_prepare, posted))
-            {
-                let (from, to) = ((src.region, src.offset), (dst.region, dst.offset));
-                let wr = bind::write_request(from, to, *len, *imm);
+            if let Some(request) = small.map(|request| (request, &*writes)) {
                 let info = RequestInfo { name, span: options.span, priority, timeout };
-                let request = (dst.region.peer.key, &wr);
                 let clock = || self.now();
-                if let Some(sealed) = core.group.post_alone(request, info, clock, &mut core.domains)
-                {
-                    return Ok(self.handle_of(sealed, name, ops, core));
+                match core.group.post_small(request, info, clock, &mut core.domains) {
+                    // In place: results are large to move.
+                    Some(Submitted::Done(Ok(()))) => return Ok(Handle::done(name, Ok(()))),
+                    Some(sealed) => return Ok(self.handle_of(sealed, name, ops, core)),
+                    None => {}
                 }
             }
             let now = self.now();

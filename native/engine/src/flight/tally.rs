@@ -39,11 +39,17 @@ impl PeerTally {
     }
 
     #[inline]
-    pub(crate) fn posted(&mut self, rail: usize, class: Priority, bytes: u64, again: bool) {
+    pub(crate) fn posted(
+        &mut self,
+        rail: usize,
+        class: Priority,
+        (slices, bytes): (u32, u64),
+        again: bool,
+    ) {
         let tally = &mut self.rail(rail).classes[class as usize];
-        tally.slices += 1;
+        tally.slices += u64::from(slices);
         tally.bytes += bytes;
-        tally.again += u64::from(again);
+        tally.again += if again { u64::from(slices) } else { 0 };
     }
 
     pub(crate) fn failed(&mut self, rail: usize, class: Priority) {

@@ -267,7 +267,7 @@ impl<'a> EligibleLinks<'a> {
                     link.gauge.posted(self.now, bytes);
                     *self.route.under_way.of_mut(attempt.class[at]) += bytes;
                 }
-                self.route.tally.posted(rail, transfer.priority, bytes, self.tries > 0);
+                self.route.tally.posted(rail, transfer.priority, (1, bytes), self.tries > 0);
                 let pending = post == Post::Queued;
                 transfer.slice_posted((self.now, rail), (bytes, self.tries), confirm, pending);
                 return Ok(Some(post));

@@ -42,7 +42,7 @@ use crate::{
     EngineError,
 };
 
-pub(crate) use alone::RequestInfo;
+pub(crate) use alone::{RequestInfo, SmallRequest, SmallWrites};
 use attempts::RailPair;
 use backlog::{Backlog, Waiting};
 use credit::Credits;

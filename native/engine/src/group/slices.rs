@@ -294,7 +294,7 @@ fn post_direct(
                 route.links_and_selector().0[0].gauge.posted(now, bytes);
                 *route.under_way.of_mut(priority) += bytes;
             }
-            route.tally.posted(link.rail, priority, bytes, op.tries > 0);
+            route.tally.posted(link.rail, priority, (1, bytes), op.tries > 0);
             transfer.slice_posted((now, link.rail), (bytes, op.tries), None, pending);
             PostOutcome::All
         }

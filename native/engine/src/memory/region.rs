@@ -155,11 +155,6 @@ impl RegionBook {
         slots.get((index & !FIRST_INTERNAL_INDEX) as usize)?.as_ref()
     }
 
-    /// Whether nothing was ever registered.
-    pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
-    }
-
     /// The region of a key that a peer has sent. The key of an earlier region is stale (MR-2).
     pub fn lookup(&self, key: RegionKey) -> Result<&Arc<RegionMemory>, DomainError> {
         match self.get(key.index) {

@@ -105,6 +105,7 @@ on_every_transport! {
     foreign_memory_is_reached,
     files_are_reached_or_refused_with_a_reason,
     many_small_writes_all_count,
+    many_small_writes_of_few_requests_all_count,
     memory_of_another_engine_of_the_process_is_reached_through_either,
     each_tag_is_reported_once_with_its_bytes,
     closing_in_any_order_is_safe,

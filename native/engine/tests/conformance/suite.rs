@@ -1011,6 +1011,42 @@ pub fn many_small_writes_all_count(w: &mut dyn World) {
     assert_eq!(counter.arrived(), n);
 }
 
+pub fn many_small_writes_of_few_requests_all_count(w: &mut dyn World) {
+    let (a, b) = (w.engine("a"), w.engine("b"));
+    let (src, bytes) = filled(&a, 8000, 22);
+    let parts = [b.alloc(4000).unwrap(), b.alloc(4000).unwrap()];
+    let imported = parts.each_ref().map(|part| import(&a, part));
+    let counters = [b.counter().unwrap(), b.counter().unwrap()];
+    let op = |i: u64, counter: usize| Op::Write {
+        src: Local { region: &src, offset: i % 1000 * 8 },
+        dst: Remote { region: &imported[(i % 1000 / 500) as usize], offset: i % 500 * 8 },
+        len: if i.is_multiple_of(7) && i >= 1000 { 0 } else { 8 },
+        imm: Some(counters[counter].imm()),
+    };
+    let n = w.many();
+    let mut sent = [0, 0];
+    let mut handles = Vec::new();
+    for (round, size) in [1, 2, 64, 300, 700].into_iter().cycle().enumerate() {
+        if sent[0] + sent[1] >= n {
+            break;
+        }
+        // One counter or both in turn.
+        let of = |i: u64| if round % 2 == 0 { round / 2 % 2 } else { i as usize % 2 };
+        let from = sent[0] + sent[1];
+        let ops: Vec<_> = (from..from + size).map(|i| op(i, of(i))).collect();
+        (from..from + size).for_each(|i| sent[of(i)] += 1);
+        handles.push(a.submit(&ops, Submit::default()).unwrap());
+    }
+    let all = [0, 1].map(|i| counters[i].expect(sent[i] as u32, &[], SOON).unwrap());
+    for h in handles.iter().chain(&all) {
+        assert_eq!(w.wait(h), Ok(()));
+    }
+    let there = parts.map(|part| part.get(0, 4000).unwrap()).concat();
+    let reached = bytes.len().min((sent[0] + sent[1]) as usize * 8);
+    assert!(there[..reached] == bytes[..reached]);
+    assert_eq!(counters.each_ref().map(|counter| counter.arrived()), sent);
+}
+
 pub fn closing_in_any_order_is_safe(w: &mut dyn World) {
     let n = w.large().min(1 << 20);
     for order in 0..6 {

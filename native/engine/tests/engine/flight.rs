@@ -201,3 +201,40 @@ fn small_writes_over_one_link_add_up() {
         assert_eq!((t.op, t.slices, t.over), ("write", 1, true), "{t:?}");
     }
 }
+
+#[test]
+fn small_writes_of_one_request_are_recorded_as_one_by_one() {
+    const REQUESTS: u64 = 16;
+    const WRITES: u32 = 20;
+    let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
+    let (src, dst) = (a.alloc(8).unwrap(), b.alloc(8).unwrap());
+    let (counter, there) = (b.counter().unwrap(), a.import(&dst.descriptor()).unwrap());
+    let other = b.counter().unwrap();
+    let write = |imm| Op::Write {
+        src: Local { region: &src, offset: 0 },
+        dst: Remote { region: &there, offset: 0 },
+        len: 8,
+        imm: Some(imm),
+    };
+    let submit = |ops: &[Op<'_>]| {
+        a.submit(ops, Submit::default()).unwrap().wait(SOON).unwrap().unwrap();
+    };
+    submit(&[write(counter.imm())]);
+    let before = a.records(Cursor::default()).unwrap().cursor;
+    let ops = vec![write(counter.imm()); WRITES as usize];
+    (0..REQUESTS).for_each(|_| submit(&ops));
+    submit(&[write(counter.imm()), write(other.imm())]);
+    let transfers = a.records(before).unwrap().transfers;
+    let seen = transfers.iter().map(|t| {
+        let parts: Vec<_> = t.parts.iter().map(|p| (p.counts, p.bytes)).collect();
+        (t.op, t.weight, t.slices, parts)
+    });
+    let small = ("batch", 16, WRITES, vec![(WRITES, u64::from(WRITES) * 8)]);
+    // A request to two counters is always kept.
+    assert_eq!(seen.collect::<Vec<_>>(), [small, ("batch", 1, 2, vec![(1, 8), (1, 8)])]);
+    let metrics = a.metrics().unwrap();
+    let classes = metrics.peers.iter().flat_map(|p| &p.tally.rails).flat_map(|r| r.classes);
+    let posted = classes.fold((0, 0), |(n, bytes), t| (n + t.slices, bytes + t.bytes));
+    let writes = REQUESTS * u64::from(WRITES) + 3;
+    assert_eq!(posted, (writes, writes * 8));
+}

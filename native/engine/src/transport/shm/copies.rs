@@ -15,6 +15,8 @@ use crate::{
 const CHUNK: u64 = 1 << 20;
 /// Ranges per system call; IOV_MAX is 1024.
 const MAX_RANGES: u32 = 512;
+/// Shortest copy before which page tables are filled, bytes.
+pub(super) const POPULATED: u64 = 512;
 /// Bytes and ranges per call of a copy engine.
 const DEVICE_CHUNK: u64 = 64 << 20;
 const MAX_DEVICE_RANGES: u32 = 4096;
@@ -116,7 +118,7 @@ impl CopyTask<'_> {
             (RegionAccess::Mapped(mapping), Operation::Copy(direction)) => {
                 let at = |i: u32| {
                     let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
-                    if len >= 512 {
+                    if len >= POPULATED {
                         mapping.populate(r, len as usize);
                     }
                     match direction {

@@ -83,7 +83,7 @@ impl Pair {
         }
     }
 
-    fn poll_a(&mut self) {
+    pub(super) fn poll_a(&mut self) {
         self.now = self.now.after(Duration::from_millis(1));
         self.a.poll(self.now, &NoRoom, &mut self.from_a);
     }
@@ -94,7 +94,7 @@ impl Pair {
     }
 
     /// Memory of `b` that `a` may store to, and its peer_mapping.
-    fn expose_memory(&mut self) -> (Arc<Allocation>, Arc<PeerMapping>) {
+    pub(super) fn expose_memory(&mut self) -> (Arc<Allocation>, Arc<PeerMapping>) {
         let memory = Arc::new(Allocation::new(4096).unwrap());
         let (base, backing) =
             (memory.base(), Backing::Owned { allocation: Arc::clone(&memory), offset: 0 });
@@ -367,8 +367,13 @@ fn store(guard: &StoreGuard, value: u8) {
 }
 
 fn read(memory: &Allocation) -> u8 {
+    byte(memory, 100)
+}
+
+pub(super) fn byte(memory: &Allocation, at: usize) -> u8 {
+    assert!((at as u64) < memory.len());
     // SAFETY: inside a live allocation, and read after the writer has finished.
-    unsafe { ((memory.base() + 100) as *const u8).read_volatile() }
+    unsafe { ((memory.base() + at) as *const u8).read_volatile() }
 }
 
 #[test]

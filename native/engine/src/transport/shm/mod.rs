@@ -21,6 +21,8 @@ mod link;
 mod link_tests;
 mod messages;
 mod posting;
+#[cfg(test)]
+mod posting_tests;
 mod raw;
 mod regions;
 mod ring;
@@ -39,8 +41,8 @@ use smallvec::{smallvec, SmallVec};
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        Assist, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerMapping,
-        Pinned, Post, RegionRelease, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Count, Domain, DomainError, LinkId, MessageRoom, NicKeys,
+        PeerMapping, Pinned, Post, RegionRelease, SmallWrite, Token, WakeFds, WorkRequest,
     },
     memory::{device::MemoryKind, RegionBook, RegionMemory},
     time::Time,
@@ -304,15 +306,14 @@ impl Domain for ShmDomain {
     }
 
     #[inline]
-    fn post_alone(
+    fn write_small(
         &mut self,
         link: LinkId,
         token: Token,
-        wr: &WorkRequest,
-    ) -> Result<Post, DomainError> {
-        // Without `batching` a count wakes the peer by itself.
-        self.inline_left = self.inline_bytes;
-        self.post(link, token, wr)
+        writes: &[SmallWrite],
+        count: Option<Count>,
+    ) -> Option<Post> {
+        self.post_small(link, token, writes, count)
     }
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {

@@ -2,18 +2,23 @@
 
 use std::sync::Arc;
 
-use smallvec::smallvec;
+use smallvec::{smallvec, SmallVec};
 
 use super::{
     control_socket::Frame,
-    copies::{CopyTask, Operation},
-    imports::Import,
+    copies::{CopyTask, Operation, POPULATED},
+    imports::{Import, RegionAccess},
     jobs::CopyJob,
-    link,
+    link::{self, Link},
     raw::Direction,
     ShmDomain,
 };
-use crate::domain::{Completion, Count, Data, DomainError, LinkId, Post, Seq, Token, WorkRequest};
+use crate::{
+    domain::{
+        Completion, Count, Data, DomainError, LinkId, Post, Seq, SmallWrite, Token, WorkRequest,
+    },
+    memory::RegionMemory,
+};
 
 impl ShmDomain {
     /// Checks that all pages lie inside the region, by its owner's descriptor (MR-3).
@@ -89,14 +94,65 @@ impl ShmDomain {
         Ok(Post::Queued)
     }
 
+    /// Copies small writes on this thread and then sends their one count. `None` if a region is not
+    /// mapped here, the ring is full, or the bytes exceed what a call copies itself.
+    #[inline]
+    pub(super) fn post_small(
+        &mut self,
+        id: LinkId,
+        token: Token,
+        writes: &[SmallWrite],
+        count: Option<Count>,
+    ) -> Option<Post> {
+        if !self.batching {
+            self.inline_left = self.inline_bytes;
+        }
+        let link = self.links.get_mut(Self::slot(id)).filter(|l| l.id == id && l.is_up())?;
+        if link.closing.is_some() || count.is_some() && !link.can_count() {
+            return None;
+        }
+        for w in writes {
+            let is_device = |r: &Arc<RegionMemory>| r.location.cuda().is_some();
+            if w.len > self.inline_left || self.book.get(w.local_region).is_some_and(is_device) {
+                return None;
+            }
+            let import = link.imports.get(w.remote)?;
+            let RegionAccess::Mapped(mapping) = &import.reach else { return None };
+            // By its owner's descriptor (MR-3).
+            w.remote_offset.checked_add(w.len).filter(|end| *end <= import.len)?;
+            let to = import.base + w.remote_offset as usize;
+            if w.len >= POPULATED {
+                mapping.populate(to, w.len as usize);
+            }
+            // SAFETY: the remote range was checked against the import's length, and the import
+            // keeps its mapping. The local range lies in a region that the caller keeps registered.
+            // The mappings are different.
+            unsafe { self.pool.copier.copy(to, w.local.0, w.len as usize) };
+            self.inline_left -= w.len;
+        }
+        let Some(count) = count else { return Some(Post::Done) };
+        Some(Self::send_count(link, (self.batching, &mut self.to_wake), token, count))
+    }
+
     /// Sends a count on a link that has room for it.
     #[inline]
     pub(super) fn post_count(&mut self, id: LinkId, token: Token, count: Count) -> Post {
-        let batching = self.batching;
-        let Some(link) = self.link(id) else { return Post::Full };
+        let link = self.links.get_mut(Self::slot(id)).filter(|l| l.id == id);
+        let Some(link) = link else { return Post::Full };
+        Self::send_count(link, (self.batching, &mut self.to_wake), token, count)
+    }
+
+    /// As `post_count`. While a request is being posted, its peers are woken later.
+    #[inline]
+    fn send_count(
+        link: &mut Link,
+        (batching, to_wake): (bool, &mut SmallVec<[LinkId; 4]>),
+        token: Token,
+        count: Count,
+    ) -> Post {
         let over = link.push_count(token, count, !batching);
-        if batching && self.to_wake.last() != Some(&id) {
-            self.to_wake.push(id);
+        if batching && to_wake.last() != Some(&link.id) {
+            to_wake.push(link.id);
         }
         match over {
             true => Post::Done,

@@ -24,9 +24,9 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
-        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
-        NicKeys, PeerMapping, Pinned, Post, Receipt, Receipts, RegionRelease, Token, WakeFds,
-        WorkRequest,
+        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        NicKeys, PeerMapping, Pinned, Post, Receipt, Receipts, RegionRelease, SmallWrite, Token,
+        WakeFds, WorkRequest,
     },
     memory::{
         device::{AsyncCopier, MemoryKind},
@@ -155,12 +155,26 @@ impl<D: ControlChannel> Staged<D> {
         !self.inner.reaches(region.key.memory_kind()) || self.is_forced()
     }
 
+    /// A local region, if the transport can't access it.
+    #[inline]
+    fn staged_local(&self, index: u32) -> Option<&Arc<RegionMemory>> {
+        let region = self.book.get(index)?;
+        let reached = || self.inner.reaches(region.key.memory_kind());
+        let staged = !region.location.is_host() && !reached();
+        (staged || self.is_forced()).then_some(region)
+    }
+
     /// The local region of a request, if the transport can't access it.
     fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
-        let region = self.book.get(data.local_region)?;
-        let memory_kind = region.key.memory_kind();
-        let staged = !region.location.is_host() && !self.inner.reaches(memory_kind);
-        (staged || self.is_forced()).then(|| Arc::clone(region))
+        self.staged_local(data.local_region).cloned()
+    }
+
+    /// Whether the transport can't access a local region or a peer's.
+    #[inline]
+    fn is_staged(&self, (local, remote): (u32, RegionKey)) -> bool {
+        !self.inner.reaches(remote.memory_kind())
+            || self.is_forced()
+            || self.staged_local(local).is_some()
     }
 
     /// Whether the transport carries a work request as it is.
@@ -169,9 +183,7 @@ impl<D: ControlChannel> Staged<D> {
         match wr {
             WorkRequest::Write { data, .. }
             | WorkRequest::Read { data }
-            | WorkRequest::Prepare { data } => {
-                !self.is_remote_staged(data) && (self.book.is_empty() || self.local(data).is_none())
-            }
+            | WorkRequest::Prepare { data } => !self.is_staged((data.local_region, data.remote)),
             WorkRequest::Count(_) | WorkRequest::Send(_) => true,
         }
     }
@@ -371,19 +383,15 @@ impl<D: ControlChannel> Domain for Staged<D> {
     }
 
     #[inline]
-    fn post_alone(
+    fn write_small(
         &mut self,
         link: LinkId,
         token: Token,
-        wr: &WorkRequest,
-    ) -> Result<Post, DomainError> {
-        if self.passes(wr) {
-            return self.inner.post_alone(link, token, wr);
-        }
-        self.begin_request();
-        let posted = self.post(link, token, wr);
-        self.flush();
-        posted
+        writes: &[SmallWrite],
+        count: Option<Count>,
+    ) -> Option<Post> {
+        let passes = |w: &SmallWrite| !self.is_staged((w.local_region, w.remote));
+        writes.iter().all(passes).then(|| self.inner.write_small(link, token, writes, count))?
     }
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
