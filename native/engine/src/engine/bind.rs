@@ -2,7 +2,9 @@
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
-use super::{overlap, peers::Peer, Local, Region, Remote, RemoteRegion, Shared};
+use super::{
+    handle::KeptRegions, overlap, peers::Peer, Local, Region, Remote, RemoteRegion, Shared,
+};
 use crate::{
     api::{check_range, Imm, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, SmallWrite, WorkRequest},
@@ -286,10 +288,10 @@ impl Shared {
     }
 
     /// The local regions that pending requests use (MR-1: no reuse before they end).
-    pub(super) fn keep<'a>(&self, ops: impl IntoIterator<Item = &'a Op<'a>>) -> Vec<Region> {
+    pub(super) fn keep<'a>(&self, ops: impl IntoIterator<Item = &'a Op<'a>>) -> KeptRegions {
         // Only the latest few are compared. A region that is kept twice is released twice.
         const COMPARED_REGIONS: usize = 4;
-        let mut keep: Vec<Region> = Vec::new();
+        let mut keep = KeptRegions::new();
         let mut add = |region: &Region| {
             if !keep
                 .iter()

@@ -13,6 +13,7 @@ use std::{
 };
 
 use rustix::thread::futex;
+use smallvec::SmallVec;
 
 use super::{callbacks::Callbacks, Region, Shared};
 use crate::{
@@ -63,6 +64,18 @@ pub enum Quiescence {
     Unknown,
 }
 
+/// Local regions that requests use until they have ended; usually one.
+pub(crate) type KeptRegions = SmallVec<[Region; 1]>;
+
+/// What ends with the last byte under way.
+#[derive(Default)]
+struct Unquiesced {
+    /// The memory of a transfer.
+    keep: KeptRegions,
+    /// Callbacks of [`Handle::on_quiesced`].
+    hooks: Vec<QuiescedHook>,
+}
+
 /// State of an operation that its handles share.
 #[derive(Default)]
 pub(crate) struct HandleState {
@@ -72,10 +85,7 @@ pub(crate) struct HandleState {
     source: OnceLock<HandleOperation>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<CompletionHook>>,
-    /// Callbacks of [`Handle::on_quiesced`].
-    quiesced_hooks: Mutex<Vec<QuiescedHook>>,
-    /// The memory of a transfer under way.
-    keep: Mutex<Vec<Region>>,
+    unquiesced: Mutex<Unquiesced>,
     shared: Weak<Shared>,
 }
 
@@ -99,20 +109,30 @@ impl HandleState {
         Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
     }
 
+    /// The state of a transfer, which keeps its regions until `release_memory`. A queued transfer
+    /// has no key yet.
+    pub fn of_transfer(
+        shared: &Arc<Shared>,
+        key: Option<TransferKey>,
+        keep: KeptRegions,
+    ) -> HandleRef {
+        let source = key.map_or_else(OnceLock::new, |key| HandleOperation::Transfer(key).into());
+        let unquiesced = Mutex::new(Unquiesced { keep, hooks: Vec::new() });
+        Arc::new(Self { shared: Arc::downgrade(shared), source, unquiesced, ..Self::default() })
+    }
+
     /// Releases the memory: nothing is under way. `proven`: no byte can still land.
     pub fn release_memory(&self, proven: bool) {
-        let waiting = {
+        let Unquiesced { keep, hooks } = {
             // Under the lock: a hook is in the list by now, or reads the new state itself.
-            let mut waiting = self.quiesced_hooks.lock();
+            let mut unquiesced = self.unquiesced.lock();
             self.quiescence.store(if proven { 1 } else { 2 }, Release);
-            std::mem::take(&mut *waiting)
+            std::mem::take(&mut *unquiesced)
         };
-        let keep = std::mem::take(&mut *self.keep.lock());
-        if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.release_users(keep);
-        }
+        Shared::release_users(&keep);
+        drop(keep);
         let quiet = self.quiescence();
-        for (callbacks, f) in waiting {
+        for (callbacks, f) in hooks {
             callbacks.push(Box::new(move || f(quiet)));
         }
     }
@@ -125,11 +145,6 @@ impl HandleState {
     /// Sets the operation behind the handle.
     pub fn is_of(&self, source: HandleOperation) {
         let _ = self.source.set(source);
-    }
-
-    /// Keeps the regions of a transfer until `release_memory`.
-    pub fn needs(&self, memory: Vec<Region>) {
-        *self.keep.lock() = memory;
     }
 
     fn quiescence(&self) -> Quiescence {
@@ -421,9 +436,9 @@ impl Handle {
         if let Repr::Pending(p) = &self.repr {
             let here = p.shared.upgrade().filter(|shared| shared.driver().is_ok());
             let Some(shared) = here else { return f(Quiescence::Unknown) };
-            let mut waiting = p.quiesced_hooks.lock();
+            let mut unquiesced = p.unquiesced.lock();
             if self.quiescence() == Quiescence::InFlight {
-                return waiting.push((shared.callbacks.clone(), Box::new(f)));
+                return unquiesced.hooks.push((shared.callbacks.clone(), Box::new(f)));
             }
         }
         f(self.quiescence());

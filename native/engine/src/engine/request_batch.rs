@@ -13,8 +13,8 @@ use std::{
 };
 
 use super::{
-    bind::small_request, callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op,
-    Peer, Quiescence, Region, Shared, Submit, TransferEngine,
+    bind::small_request, callbacks::Callbacks, driver::Core, handle::KeptRegions,
+    submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence, Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
@@ -57,14 +57,13 @@ pub struct Expect<'a> {
 /// The shared state of the requests of one call.
 pub(super) struct RequestBatch {
     me: Weak<RequestBatch>,
-    shared: Weak<Shared>,
     callbacks: Callbacks,
     /// `None` once dropped.
     observer: Option<Arc<dyn BatchObserver>>,
     /// Requests that have not ended.
     left: AtomicUsize,
     /// The regions of all requests.
-    keep: Mutex<Vec<Region>>,
+    keep: Mutex<KeptRegions>,
 }
 
 impl RequestBatch {
@@ -76,7 +75,6 @@ impl RequestBatch {
         let keep = shared.keep(ops.iter().map(|(_, op)| *op));
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
-            shared: Arc::downgrade(shared),
             callbacks: shared.callbacks.clone(),
             observer: Some(observer),
             left: AtomicUsize::new(ops.len()),
@@ -113,9 +111,7 @@ impl RequestBatch {
             return;
         }
         let keep = std::mem::take(&mut *self.keep.lock());
-        if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.release_users(keep);
-        }
+        Shared::release_users(&keep);
     }
 }
 

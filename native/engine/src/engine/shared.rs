@@ -387,12 +387,14 @@ impl Shared {
         }
     }
 
-    pub fn release_users(&self, keep: Vec<Region>) {
-        for region in &keep {
+    /// Ends the use of regions of one engine by requests.
+    pub fn release_users(keep: &[Region]) {
+        for region in keep {
             region.inner.memory.users.fetch_sub(1, SeqCst);
         }
-        if !self.retiring.lock().is_empty() {
-            self.reap();
+        let Some(Region { inner, .. }) = keep.first() else { return };
+        if !inner.shared.retiring.lock().is_empty() {
+            inner.shared.reap();
         }
     }
 

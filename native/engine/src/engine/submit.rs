@@ -71,9 +71,7 @@ impl Shared {
             Submitted::Done(result) => return Handle::done(name, result),
             Submitted::Pending(key) => key,
         };
-        let pending = handle::HandleState::new(self);
-        pending.needs(self.keep(ops));
-        pending.is_of(HandleOperation::Transfer(key));
+        let pending = handle::HandleState::of_transfer(self, Some(key), self.keep(ops));
         core.group.attach(key, (pending.clone(), 0));
         self.set_alarm(core.group.next_deadline());
         Handle::pending(name, pending)
@@ -151,8 +149,7 @@ impl Shared {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
         self.mark(posted);
-        let pending = handle::HandleState::new(self);
-        pending.needs(self.keep(ops));
+        let pending = handle::HandleState::of_transfer(self, None, self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));
         let queued = self.now();
         self.post(Box::new(move |core, shared| {

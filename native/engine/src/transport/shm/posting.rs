@@ -21,7 +21,7 @@ use crate::{
 };
 
 impl ShmDomain {
-    /// Checks that all pages lie inside the region, by its owner's descriptor (MR-3).
+    /// Checks that all pages lie inside the region.
     fn check(data: &Data, import: &Import) -> Result<(), DomainError> {
         let last = match &data.remote_seq {
             Seq::Strided { .. } => Some(data.remote_seq.nth(data.pages.saturating_sub(1))),
@@ -29,13 +29,19 @@ impl ShmDomain {
                 u64::from(list.max()).checked_mul(*stride).and_then(|n| n.checked_add(*offset))
             }
         };
-        match last.and_then(|l| l.checked_add(data.page_len)) {
-            Some(end) if end <= import.len => Ok(()),
-            _ => Err(DomainError::Refused(format!(
+        match last.is_some_and(|last| Self::holds(import, last, data.page_len)) {
+            true => Ok(()),
+            false => Err(DomainError::Refused(format!(
                 "bytes outside region {} of {} bytes",
                 import.key.index, import.len
             ))),
         }
+    }
+
+    /// Whether a region holds `len` bytes at `offset`, by its owner's descriptor (MR-3).
+    #[inline]
+    fn holds(import: &Import, offset: u64, len: u64) -> bool {
+        offset.checked_add(len).is_some_and(|end| end <= import.len)
     }
 
     /// Copies data if its region is resolved; otherwise resolves the region first.
@@ -118,8 +124,9 @@ impl ShmDomain {
             }
             let import = link.imports.get(w.remote)?;
             let RegionAccess::Mapped(mapping) = &import.reach else { return None };
-            // By its owner's descriptor (MR-3).
-            w.remote_offset.checked_add(w.len).filter(|end| *end <= import.len)?;
+            if !Self::holds(import, w.remote_offset, w.len) {
+                return None;
+            }
             let to = import.base + w.remote_offset as usize;
             if w.len >= POPULATED {
                 mapping.populate(to, w.len as usize);
