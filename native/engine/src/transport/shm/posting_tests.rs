@@ -44,8 +44,10 @@ fn ic_4_a_small_write_to_a_peer_that_has_left_fails() {
         pair.poll_b();
     }
     assert!(!pair.from_a.iter().any(|c| matches!(c, Completion::Count(_))));
-    let failed = pair.from_b.iter().filter(|c| {
-        matches!(c, Completion::Done { token, result: Err(e), .. } if token.slot == 2 && e.is_loss())
+    let is_loss = |result: &Result<(), DomainError>| result.as_ref().is_err_and(|e| e.is_loss());
+    let failed = pair.from_b.iter().filter(|c| match c {
+        Completion::Done { token, result, .. } => token.slot == 2 && is_loss(result),
+        _ => false,
     });
     assert_eq!(failed.count(), 1, "{:?}", pair.from_b);
 }
