@@ -72,7 +72,7 @@ class _Recorded(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in READS_BACK or _by_truth(func, args):
+        if func.overloadpacket in READS_BACK or by_truth(func, args):
             raise Waits(f"{func} can't be captured")
         made = func(*args, **kwargs)
         # Kernels know it by its address alone.
@@ -150,7 +150,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _by_truth(func: Any, args: Any) -> bool:
+def by_truth(func: Any, args: Any) -> bool:
     """Whether elements are chosen by a mask, whose number is not known."""
     if func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_):
         return False
