@@ -117,9 +117,9 @@ class Mark:
 
     def wait(self) -> None:
         """What follows on the current stream waits for it, if both are of the same capture, or of
-        none: a capture begins when the device is done, and a graph is over where its stream is."""
-        captures = is_captured(self._device)
-        if captures == self._captured and (not captures or self._is_captured()):
+        none: a capture begins when the device is done, and a graph is over where its stream is. A
+        stream that isn't captured joins the capture, as streams do that wait for its events."""
+        if self._is_captured() if self._captured else not is_captured(self._device):
             torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def _is_captured(self) -> bool:
