@@ -307,6 +307,7 @@ class Buffer:
         _, counts, handle, event, hook = there.low_latency_dispatch(
             x, topk_idx, most, experts, *args, copies=copies, **options
         )
+        keep(*wide)
         tokens, source, layout, *scales = wide
         self._narrow[source] = handle
         received: Tokens = (tokens, scales[0]) if scales else tokens

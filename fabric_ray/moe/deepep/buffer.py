@@ -13,7 +13,7 @@ from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import comm_of
 from fabric_ray.moe.deepep import low_latency, normal
-from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
+from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams, keep
 from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
@@ -23,7 +23,7 @@ from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 from fabric_ray.moe.exchanges import Exchanges
 
 Hook: TypeAlias = Callable[[], None]
-_Result = TypeVar("_Result")
+_Result = TypeVar("_Result", low_latency.Received, Tensor)
 
 
 class Buffer(NormalCalls):
@@ -462,6 +462,8 @@ class Buffer(NormalCalls):
             with self._streams.run_beside(device, used) as event:
                 result, hook = sent()
                 hook()
+            # Made beside, and let go of by the caller, who waits for the event on this stream.
+            keep(*(result.memory if isinstance(result, low_latency.Received) else (result,)))
             return result, event.naming(self._given_up), None
         if on_gpu:
             self._streams.join(device)

@@ -77,6 +77,12 @@ class Received:
     handle: Handle
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All of its tensors."""
+        found = [self.x, self.counts, *self.handle[:2]]
+        return found if self.scales is None else [*found, self.scales]
+
+    @property
     def tokens(self) -> Tokens:
         """As DeepEP gives them out: experts come last for tokens in four bits."""
         if self.scales is None:
@@ -147,9 +153,7 @@ class LowLatency:
             if slot.serves(received.handle) and slot.pending == "low_latency_dispatch":
                 slot.pending = None
                 self._receive(slot, lambda: _receive(slot, received))
-                keep(received.x, received.counts, *received.handle[:2])
-                if received.scales is not None:
-                    keep(received.scales)
+                keep(*received.memory)
                 if copy is not None:
                     copy()
                 stats.add(received.counts, slot.exchange)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fabric_ray import TransferEngine
-from fabric_ray.moe import AllToAll, all_to_all, device_memory
+from fabric_ray.moe import AllToAll, all_to_all, device_memory, nixl_ep
 from fabric_ray.moe.deepep import Buffer, EventOverlap
+from fabric_ray.moe.deepep.event import Streams
 from fabric_ray.moe.device import DeviceSteps
 from fabric_ray.moe.layer import ParallelExperts
 from tests.examples import by_turns
@@ -71,7 +73,7 @@ def run(host: Host, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 SEEDS = (2, *range(3, 8), 1, 0)
-HOW = ("on the current stream", "hook")
+HOW = ("on the current stream", "hook", "async")
 
 
 def forget(error: BaseException | None) -> None:
@@ -249,6 +251,25 @@ def captured(how: str) -> Callable[[ThreadComm, QueuedGpus], list[torch.Tensor]]
     return work
 
 
+@pytest.mark.parametrize(("how", "seed"), by_turns(HOW, SEEDS))
+def test_results_with_room_for_more_ranks(run: Run, how: str, seed: int) -> None:
+    store = dist.HashStore()
+
+    def work(comm: ThreadComm, gpus: QueuedGpus) -> list[torch.Tensor]:
+        launcher = gpus.gpus[comm.rank()]
+        buffer = nixl_ep.Buffer(rank=comm.rank(), tcp_store_group=store, launcher=launcher)
+        comm.joined.append(buffer)
+        batches = given_batches(comm, gpus, 3)
+        with gpus.may_wait(Wait.DEVICE):
+            buffer.update_memory_buffers(RANKS + 1, EXPERTS // RANKS, 0)
+            buffer.connect_ranks(range(RANKS))
+            rounds(comm, how, buffer, batches[:1], EXPERTS + EXPERTS // RANKS)
+        sums = rounds(comm, how, buffer, batches, EXPERTS + EXPERTS // RANKS)
+        return read(gpus, sums, [])
+
+    check(run(work, seed), 3)
+
+
 @pytest.mark.parametrize("seed", by_turns(SEEDS))
 def test_layers(run: Run, seed: int) -> None:
     def work(comm: ThreadComm, gpus: QueuedGpus) -> list[torch.Tensor]:
@@ -334,6 +355,27 @@ def found(run: Run, work: Callable[..., Any], count: int, kind: type[Exception])
         except kind:
             return True
     return False
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "right"),
+    [
+        (Streams, "run_beside", "stream.wait_stream(torch.cuda.current_stream(device))"),
+        (Streams, "run_beside", "found.event = last.event"),
+        (Streams, "run_beside", "tensor.record_stream(stream)"),
+        (
+            Buffer,
+            "_run",
+            "keep(*(result.memory if isinstance(result, low_latency.Received) else (result,)))",
+        ),
+    ],
+    ids=["no wait for tokens", "no event", "tokens freed in flight", "results freed in flight"],
+)
+def test_an_order_that_is_missing_shows_as_wrong_bits(
+    run: Run, owner: type, name: str, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch, owner, name, right)
+    assert found(run, low_latency("async"), 3, AssertionError)
 
 
 @pytest.mark.parametrize(
