@@ -210,9 +210,9 @@ class LowLatency:
         if not self._asynchronous(form):
             kept = topk_idx >= 0
             weights, wanted = torch.where(kept, weights, 0.0), kept | (indices < 0)
+        keep(indices, handle[1], x)
         if slot is None:
             slot, x = self._again(handle, routes, x)
-        keep(indices)
         self._join(slot)
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"

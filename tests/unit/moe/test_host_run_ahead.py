@@ -334,6 +334,40 @@ def normal(
     return out, event
 
 
+@pytest.mark.parametrize(("zero_copy", "seed"), by_turns([False, True], SEEDS))
+def test_what_a_combine_beside_reads_may_be_let_go_of(run: Run, zero_copy: bool, seed: int) -> None:
+    """The handle and the memory for answers are the current stream's. A second combine makes the
+    handle's routes again."""
+
+    def work(comm: ThreadComm, gpus: QueuedGpus) -> list[torch.Tensor]:
+        buffer = buffer_of(comm, gpus, low_latency_mode=True)
+        [(x, idx, w)] = given_batches(comm, gpus, 1)
+        sums = []
+        for beside in (False, True):
+            with gpus.may_wait(Wait.STREAM if beside else Wait.DEVICE):
+                rows, _, handle, *_ = buffer.low_latency_dispatch(
+                    x, idx, TOKENS, EXPERTS, use_fp8=False
+                )
+                y = torch.stack([expert(comm.rank() * 2 + e, rows[e]) for e in range(2)])
+                if zero_copy:
+                    buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+                    y = torch.zeros_like(y)
+                    options = {"zero_copy": True}
+                else:
+                    buffer.low_latency_combine(y, idx, w, handle)
+                    options = {}
+                out, event, _ = buffer.low_latency_combine(
+                    y, idx, w, handle, async_finish=beside, **options
+                )
+                del handle
+                event.current_stream_wait()
+                sums.append(out * 1)
+        return read(gpus, sums, [buffer])
+
+    for rank, sums in enumerate(run(work, seed)):
+        assert all(torch.equal(one, wanted(rank)) for one in sums)
+
+
 def broken(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, right: str, wrong: str = "pass"
 ) -> None:
