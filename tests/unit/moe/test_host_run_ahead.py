@@ -282,11 +282,6 @@ def test_layers(run: Run, seed: int) -> None:
     check(run(work, seed), 3)
 
 
-@pytest.mark.xfail(
-    raises=HostWaits,
-    strict=True,
-    reason="a normal dispatch waits for the whole device",
-)
 @pytest.mark.parametrize("seed", by_turns(SEEDS))
 def test_normal_calls(run: Run, seed: int) -> None:
     """They wait for the number of rows, on their stream alone."""
@@ -394,16 +389,34 @@ def found(run: Run, work: Callable[..., Any], count: int, kind: type[Exception])
 @pytest.mark.parametrize(
     ("owner", "name", "right"),
     [
-        (Streams, "run_beside", "stream.wait_stream(torch.cuda.current_stream(device))"),
-        (Streams, "run_beside", "found.event = last.event"),
-        (Streams, "run_beside", "tensor.record_stream(stream)"),
-        (
+        pytest.param(
+            Streams,
+            "run_beside",
+            "stream.wait_stream(torch.cuda.current_stream(device))",
+            id="no wait for tokens",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Streams,
+            "run_beside",
+            "found.event = last.event",
+            id="no event",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Streams,
+            "run_beside",
+            "tensor.record_stream(stream)",
+            id="tokens freed in flight",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             Buffer,
             "_run",
             "keep(*(result.memory if isinstance(result, low_latency.Received) else (result,)))",
+            id="results freed in flight",
         ),
     ],
-    ids=["no wait for tokens", "no event", "tokens freed in flight", "results freed in flight"],
 )
 def test_an_order_that_is_missing_shows_as_wrong_bits(
     run: Run, owner: type, name: str, right: str, monkeypatch: pytest.MonkeyPatch
