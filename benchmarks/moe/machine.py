@@ -7,10 +7,12 @@ import msgspec
 #: Threads of a block, and blocks of a launch on each multiprocessor: half of the two that fit
 #: (``fabric_ray/kernels/steps.py``).
 THREADS, BLOCKS = 256, 1
-#: Loads of 16 bytes that a thread has on its way: steps that move or sum rows, the step that
-#: packs tokens, workers of high throughput. ``tests/unit/kernels/test_kernel_compiler.py`` reads
-#: the first and the last in the machine code.
-MOVE_LOADS, PACK_LOADS, WORK_LOADS = 8, 2, 2
+#: Loads of 16 bytes that a thread has on its way: steps that move or sum rows, and workers of high
+#: throughput that pack tokens; steps that pack, and workers that take tokens to their rows.
+#: ``tests/unit/kernels/test_kernel_compiler.py`` reads the first in the machine code.
+MOVE_LOADS, PACK_LOADS = 8, 2
+#: Terms of a sum that a worker has on their way.
+TERMS_AHEAD = 4
 
 
 class Gpu(msgspec.Struct, frozen=True):

@@ -11,7 +11,16 @@ from math import ceil, comb, log2
 
 import msgspec
 
-from benchmarks.moe.machine import GPUS, MOVE_LOADS, PACK_LOADS, PUBLISHED, THREADS, Gpu, Machine
+from benchmarks.moe.machine import (
+    GPUS,
+    MOVE_LOADS,
+    PACK_LOADS,
+    PUBLISHED,
+    TERMS_AHEAD,
+    THREADS,
+    Gpu,
+    Machine,
+)
 from benchmarks.moe.shape import NODES, Shape
 
 WARPS = THREADS // 32
@@ -20,7 +29,7 @@ _TILE, _FEW_TILES = 256, 4
 #: Bytes that a multiprocessor hands to L2 in a cycle; assumed.
 _STORE = 64
 #: Of the high-throughput mode, by default (``fabric_ray/moe/throughput.py``).
-WORKERS, CHUNK, RING_CHUNKS, CHANNELS = 16, 32, 4, 2
+WORKERS, CHUNK, RING_CHUNKS, CHANNELS = 24, 32, 4, 2
 #: Bytes ahead of a token of the high-throughput mode, and for each of its experts.
 _HEAD, _OF_EXPERT = 16, 8
 _OFFER = 16
@@ -201,15 +210,25 @@ def two_nodes(shape: Shape, m: Machine, workers: int = WORKERS) -> tuple[Call, C
     come = tokens * shape.ranks * rank
     hbm, l2 = m.cost("hbm cycles"), m.cost("l2 cycles")
     stored = shape.topk / shape.ranks / rank * row / _STORE / m.gpu.ghz / 1e3
-    # A block has one token at a time. Parts of a token, and terms of a sum, follow one another.
-    packed, taken = 2 * hbm + l2, 2 * hbm + l2 + stored
-    units = ceil(shape.back_nbytes / 16 / THREADS)
+
+    def each(latency: float, nbytes: float) -> float:
+        """A token of a block whose warps have one each: waiting for it, or reading it."""
+        return max(latency / WARPS, nbytes / _STORE / m.gpu.ghz / 1e3)
+
+    # Parts of a token follow one another: its values, and its scales.
+    units = ceil(shape.row_nbytes / 16 / 32)
+    packed = each((_rounds(units, MOVE_LOADS) + 1) * hbm + l2, row)
+    taken = each((_rounds(units, PACK_LOADS) + 1) * hbm + l2, row) + stored
+    units = ceil(shape.back_nbytes / 16 / 32)
     terms = {
         "answers": shape.topk / shape.ranks / rank,
         "node sums": per_node * rank / node,
         "sums": NODES,
     }
-    sums = {name: units * n * (hbm + l2) for name, n in terms.items()}
+    sums = {
+        name: each(units * ceil(n / TERMS_AHEAD) * (hbm + l2), n * back)
+        for name, n in terms.items()
+    }
     passing = tokens * node * NODES
     flat = {"answers": come, "node sums": passing, "sums": tokens}
     job = m.cost("word") + m.cost("tell") + m.cost("host")
@@ -220,7 +239,7 @@ def two_nodes(shape: Shape, m: Machine, workers: int = WORKERS) -> tuple[Call, C
 
     def stage(
         nbytes: float,
-        each: float,
+        token: float,
         to_nic: float,
         to_node: float,
         work: float,
@@ -228,7 +247,7 @@ def two_nodes(shape: Shape, m: Machine, workers: int = WORKERS) -> tuple[Call, C
         hops: int,
     ) -> dict[str, float]:
         """The stages, and one chunk's way over so many hops."""
-        way = CHUNK * each + CHUNK * nbytes / m.nic + m.cost("nic") + 3 * job
+        way = CHUNK * token + CHUNK * nbytes / m.nic + m.cost("nic") + 3 * job
         ring = CHANNELS * RING_CHUNKS * CHUNK * nbytes / way
         return {
             "first chunk": m.cost("launch") + hops * way,
@@ -258,6 +277,11 @@ def two_nodes(shape: Shape, m: Machine, workers: int = WORKERS) -> tuple[Call, C
                     jobs(sum(flat.values())), 3),
     )  # fmt: skip
     return dispatch, combine
+
+
+def _rounds(units: int, loads: int) -> int:
+    """Times that a thread waits for loads: so many at a time, then half as many for the rest."""
+    return units // loads + (units % loads).bit_count()
 
 
 def _longer(terms: dict[str, float]) -> dict[str, float]:

@@ -117,7 +117,7 @@ class Differentiable:
         channels: int = 2,
         chunk: int = 32,
         ring_chunks: int = 4,
-        workers: int = 16,
+        workers: int = 24,
     ) -> None:
         if dtype not in _SUMMED:
             raise InvalidArgument(f"gradients of {dtype} can't be summed; use one of {[*_SUMMED]}")

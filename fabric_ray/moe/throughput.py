@@ -120,7 +120,7 @@ class ThroughputAllToAll(RankExchange):
         timeout: float = 30.0,
         incarnation: int = 0,
         device: torch.device | str | None = None,
-        workers: int = 16,
+        workers: int = 24,
         launcher: Launcher | None = None,
     ) -> None:
         sizes = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}

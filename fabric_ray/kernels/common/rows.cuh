@@ -91,8 +91,8 @@ FR_DEVICE u32 each_unit(Team team, const u8* from, u32 nbytes, Put put) {
 
 // A row to `n` places, `offset` bytes behind the address that `at` has for each; none where that is 0. It is read once.
 template <class T, class At>
-FR_DEVICE u32 spread(const u8* from, u32 nbytes, At at, u32 n, u64 offset) {
-  return each_unit<LOW_DEPTH, T>(whole_block(), from, nbytes, [=](u32 i, T value) {
+FR_DEVICE u32 spread(Team team, const u8* from, u32 nbytes, At at, u32 n, u64 offset) {
+  return each_unit<LOW_DEPTH, T>(team, from, nbytes, [=](u32 i, T value) {
 #pragma unroll 1
     for (u32 j = 0; j < n; ++j)
       if (u64 place = at(j)) store_unit(reinterpret_cast<T*>(place + offset) + i, value);
@@ -101,18 +101,18 @@ FR_DEVICE u32 spread(const u8* from, u32 nbytes, At at, u32 n, u64 offset) {
 
 // Every place is a multiple of `unit`, or of 16.
 template <class At>
-FR_DEVICE void spread_row(const u8* from, u32 nbytes, At at, u32 n, u64 offset, u32 unit) {
+FR_DEVICE void spread_row(Team team, const u8* from, u32 nbytes, At at, u32 n, u64 offset, u32 unit) {
   u32 done = 0;
   unit = unit_of(address(from) | offset | unit);
   if (unit == 16)
-    done = spread<Vec16>(from, nbytes, at, n, offset);
+    done = spread<Vec16>(team, from, nbytes, at, n, offset);
   else if (unit == 8)
-    done = spread<Vec8>(from, nbytes, at, n, offset);
+    done = spread<Vec8>(team, from, nbytes, at, n, offset);
   else if (unit == 4)
-    done = spread<u32>(from, nbytes, at, n, offset);
+    done = spread<u32>(team, from, nbytes, at, n, offset);
   else if (unit == 2)
-    done = spread<u16>(from, nbytes, at, n, offset);
-  spread<u8>(from + done, nbytes - done, at, n, offset + done);
+    done = spread<u16>(team, from, nbytes, at, n, offset);
+  spread<u8>(team, from + done, nbytes - done, at, n, offset + done);
 }
 
 template <u32 DEEP, class T>

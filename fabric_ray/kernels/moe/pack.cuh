@@ -57,7 +57,7 @@ FR_DEVICE void pack_rows(const PackRows& p, Blocks by) {
     u64 offset = 0;
     for (u32 i = 0; i < p.parts; ++i) {
       const Part& part = p.part[i];
-      spread_row(part.row(token), part.width, at, p.topk, offset, unit);
+      spread_row(whole_block(), part.row(token), part.width, at, p.topk, offset, unit);
       offset += part.width;
     }
   }

@@ -88,19 +88,24 @@ FR_DEVICE Job fetch(const Work& p, u32 worker, u64 i) {
   return job;
 }
 
-FR_DEVICE void copy_words(u8* to, const u64* from, u32 words) {
+FR_DEVICE void copy_words(Team team, u8* to, const u64* from, u32 words) {
   u64* place = reinterpret_cast<u64*>(to);
-  for (u32 i = thread(); i < words; i += threads()) place[i] = from[i];
+  for (u32 i = team.index; i < words; i += team.size) place[i] = from[i];
 }
 
+// Whether a job's token is this warp's: as many tokens are on their way at a time as a block has warps.
+FR_DEVICE bool is_own(u32 i) { return i % warps() == thread() / WARP; }
+
 FR_DEVICE void pack(const Work& p, const Job& job) {
+  Team team = whole_warp();
   for (u32 i = 0; i < job.n; ++i) {
+    if (!is_own(i)) continue;
     u64 token = job.a + i;
     u8* to = p.region + token * p.out_stride;
-    copy_words(to, job.about + static_cast<u64>(i) * (p.meta / 8), p.meta / 8);
+    copy_words(team, to, job.about + static_cast<u64>(i) * (p.meta / 8), p.meta / 8);
     to += p.meta;
     for (u32 j = 0; j < p.parts; ++j) {
-      copy_row<LOW_DEPTH>(whole_block(), to, p.part[j].row(token), p.part[j].width);
+      copy_row(team, to, p.part[j].row(token), p.part[j].width);
       to += p.part[j].width;
     }
   }
@@ -120,10 +125,10 @@ FR_DEVICE void take(const Work& p, const Job& job) {
   for (u32 i = 0; i < job.n; ++i) {
     const u8* from = p.region + job.about[2 * i] + p.meta;
     u32 n = static_cast<u32>(job.about[2 * i + 1]);
-    for (u32 j = 0; j < p.parts; ++j) {
+    for (u32 j = 0; is_own(i) && j < p.parts; ++j) {
       u64 base = address(p.part[j].base), stride = p.part[j].stride;
       auto at = [=](u32 k) { return rows[k] == NONE ? 0 : base + rows[k] * stride; };
-      spread_row(from, p.part[j].width, at, n, 0, unit_of(base | stride));
+      spread_row(whole_warp(), from, p.part[j].width, at, n, 0, unit_of(base | stride));
       from += p.part[j].width;
     }
     rows += n;
@@ -180,19 +185,31 @@ struct Unit {
   };
 };
 
+// Terms of a sum that are on their way at a time.
+constexpr u32 TERMS_AHEAD = 4;
+
 template <class Float>
-FR_DEVICE void sum_units(const Work& p, const Job& job, const u64* terms, u32 n, u32 token, u8* out,
+FR_DEVICE void sum_units(Team team, const Work& p, const Job& job, const u64* terms, u32 n, u32 token, u8* out,
                          u32 units) {
   constexpr u32 EACH = Unit<Float>::EACH;
   To to = static_cast<To>(job.a);
-  for (u32 i = thread(); i < units; i += threads()) {
+  for (u32 i = team.index; i < units; i += team.size) {
     Sums<Float> sums[EACH];
-    for (u32 j = 0; j < n; ++j) {
-      Term term = term_of(p, terms + 2 * j, token);
-      typename Unit<Float>::Bits bits;
-      bits.whole = load_stream(reinterpret_cast<const Vec16*>(term.values) + i);
+    for (u32 first = 0; first < n; first += TERMS_AHEAD) {
+      Term term[TERMS_AHEAD];
+      typename Unit<Float>::Bits bits[TERMS_AHEAD];
 #pragma unroll
-      for (u32 e = 0; e < EACH; ++e) sums[e].take(term, bits.each[e], to != TO_ANSWER);
+      for (u32 j = 0; j < TERMS_AHEAD; ++j) {
+        if (first + j >= n) break;
+        term[j] = term_of(p, terms + 2 * (first + j), token);
+        bits[j].whole = load_stream(reinterpret_cast<const Vec16*>(term[j].values) + i);
+      }
+#pragma unroll
+      for (u32 j = 0; j < TERMS_AHEAD; ++j) {
+        if (first + j >= n) break;
+#pragma unroll
+        for (u32 e = 0; e < EACH; ++e) sums[e].take(term[j], bits[j].each[e], to != TO_ANSWER);
+      }
     }
     if (to == TO_TOTAL) {
 #pragma unroll
@@ -208,10 +225,10 @@ FR_DEVICE void sum_units(const Work& p, const Job& job, const u64* terms, u32 n,
 }
 
 template <class Float>
-FR_DEVICE void sum_elements(const Work& p, const Job& job, const u64* terms, u32 n, u32 token,
-                            u8* out, u32 begin) {
+FR_DEVICE void sum_elements(Team team, const Work& p, const Job& job, const u64* terms, u32 n,
+                            u32 token, u8* out, u32 begin) {
   To to = static_cast<To>(job.a);
-  for (u32 i = begin + thread(); i < p.elements; i += threads()) {
+  for (u32 i = begin + team.index; i < p.elements; i += team.size) {
     Sums<Float> sums;
     for (u32 j = 0; j < n; ++j) {
       Term term = term_of(p, terms + 2 * j, token);
@@ -227,14 +244,36 @@ FR_DEVICE void sum_elements(const Work& p, const Job& job, const u64* terms, u32
 }
 
 // The lowest term whose slot is not a token's, for the host.
-FR_DEVICE void check_slots(const Work& p, const Job& job, const u64* terms, u64 before, u32 n,
-                           u32 token, u64* fault) {
+FR_DEVICE void check_slots(Team team, const Work& p, const Job& job, const u64* terms, u64 before,
+                           u32 n, u32 token, u64* fault) {
   u64 first = (static_cast<To>(job.a) == TO_TOTAL ? NODE_SUM : ANSWER) | job.b << 32;
-  for (u32 j = thread(); j < n; j += threads()) {
+  for (u32 j = team.index; j < n; j += team.size) {
     if (static_cast<How>(terms[2 * j + 1] >> 32) != SLOT) continue;
     const u64* head = reinterpret_cast<const u64*>(p.region + terms[2 * j]);
     if (head[0] != first || head[1] != token) atomic_min(fault, before + j);
   }
+}
+
+// The sum of a job's token `i`, whose `n` terms are behind so many others.
+template <class Float>
+FR_DEVICE void sum_token(Team team, const Work& p, const Job& job, u32 i, const u64* terms, u64 before,
+                         u32 n, u64* fault) {
+  To to = static_cast<To>(job.a);
+  u32 token = static_cast<u32>(job.about[2 * i + 1]);
+  check_slots(team, p, job, terms, before, n, token, fault);
+  u8* out = p.region + job.about[2 * i] + HEAD;
+  if (to == TO_NODE) out = p.of_node + token * p.of_node_stride;
+  if (to == TO_TOTAL) out = reinterpret_cast<u8*>(p.totals + static_cast<u64>(token) * p.elements);
+  if (to <= TO_SLOT && team.index == 0) {
+    u64* head = reinterpret_cast<u64*>(out - HEAD);
+    head[0] = (to == TO_ANSWER ? ANSWER : NODE_SUM) | job.b << 32;
+    head[1] = token;
+  }
+  // Slots and sums begin at 16 bytes; the caller's rows, and wide sums of odd length, needn't.
+  u64 places = address(p.answers.base) | p.answers.stride | p.of_node_stride;
+  u32 units = unit_of(places) == 16 ? p.elements / Unit<Float>::EACH : 0;
+  sum_units<Float>(team, p, job, terms, n, token, out, units);
+  sum_elements<Float>(team, p, job, terms, n, token, out, units * Unit<Float>::EACH);
 }
 
 template <class Float>
@@ -242,26 +281,11 @@ FR_DEVICE void sum(const Work& p, const Job& job) {
   FR_SHARED u64 fault;
   if (thread() == 0) fault = ~0ull;
   sync_block();
-  To to = static_cast<To>(job.a);
   const u64* terms = job.about + 2 * job.n;
   u64 before = 0;
   for (u32 i = 0; i < job.n; ++i) {
-    u32 token = static_cast<u32>(job.about[2 * i + 1]);
     u32 n = static_cast<u32>(job.about[2 * i + 1] >> 32);
-    check_slots(p, job, terms, before, n, token, &fault);
-    u8* out = p.region + job.about[2 * i] + HEAD;
-    if (to == TO_NODE) out = p.of_node + token * p.of_node_stride;
-    if (to == TO_TOTAL) out = reinterpret_cast<u8*>(p.totals + static_cast<u64>(token) * p.elements);
-    if (to <= TO_SLOT && thread() == 0) {
-      u64* head = reinterpret_cast<u64*>(out - HEAD);
-      head[0] = (to == TO_ANSWER ? ANSWER : NODE_SUM) | job.b << 32;
-      head[1] = token;
-    }
-    // Slots and sums begin at 16 bytes; the caller's rows, and wide sums of odd length, needn't.
-    u64 places = address(p.answers.base) | p.answers.stride | p.of_node_stride;
-    u32 units = unit_of(places) == 16 ? p.elements / Unit<Float>::EACH : 0;
-    sum_units<Float>(p, job, terms, n, token, out, units);
-    sum_elements<Float>(p, job, terms, n, token, out, units * Unit<Float>::EACH);
+    if (is_own(i)) sum_token<Float>(whole_warp(), p, job, i, terms, before, n, &fault);
     terms += 2 * n;
     before += n;
   }
@@ -288,7 +312,7 @@ FR_DEVICE void work(const Work& p) {
     if (!goes_on) return;
     Job job = fetch(p, worker, i);
     if (job.kind == PUT)
-      copy_words(p.region + job.a, job.about, job.n);
+      copy_words(whole_block(), p.region + job.a, job.about, job.n);
     else if (job.kind == PACK)
       pack(p, job);
     else if (job.kind == LOOK)

@@ -92,7 +92,7 @@ class Buffer(NormalCalls):
         ranks_per_node: int | None = None,
         timeout: float = 30.0,
         launcher: Launcher | None = None,
-        workers: int = 16,
+        workers: int = 24,
     ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")

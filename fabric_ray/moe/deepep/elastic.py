@@ -79,7 +79,7 @@ class ElasticBuffer(ElasticCalls):
         engine: TransferEngine | None = None,
         ranks_per_node: int | None = None,
         launcher: Launcher | None = None,
-        workers: int = 16,
+        workers: int = 24,
     ) -> None:
         super().__init__()
         found = comm_of(group, comm)

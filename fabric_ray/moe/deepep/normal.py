@@ -95,7 +95,7 @@ class Normal:
         max_tokens: int | None,
         ranks_per_node: int | None = None,
         launcher: Launcher | None = None,
-        workers: int = 16,
+        workers: int = 24,
     ) -> None:
         self._exchanges = exchanges
         self._launcher, self._workers = launcher, workers

@@ -55,15 +55,15 @@ class Facts:
 
 
 WAITS, PUSHES = frozenset({"load acquire.sys"}), frozenset({"fence sc.sys", "16-byte store.sys"})
-#: Of steps that are one launch two blocks fit, so that one waits while another's runs. Kernels of
-#: other launches have four: fewer keep too little on its way.
+#: Of steps that are one launch two blocks fit, so that one waits while another's runs, and two of
+#: workers, each of which keeps as much on its way.
 STEPS = Facts(2, 8, WAITS | PUSHES | {"add acq_rel.gpu"})
 FACTS = {
     "run_steps": STEPS,
     **{f"sum_{of}_{to}": STEPS for of in FLOATS.values() for to in FLOATS.values()},
     **{f"sum_f32_{to}": replace(STEPS, wide=False) for to in ("bf16", "f16")},
     **{
-        f"work_{of}": Facts(4, 2, WAITS | {"fence sc.sys", "store release.sys"})
+        f"work_{of}": Facts(2, 8, WAITS | {"fence sc.sys", "store release.sys"})
         for of in FLOATS.values()
     },
     "push_commands": Facts(4, 0, WAITS | PUSHES, wide=False),
