@@ -15,7 +15,7 @@ use std::{
 use rustix::thread::futex;
 use smallvec::SmallVec;
 
-use super::{callbacks::Callbacks, Region, Shared};
+use super::{callbacks::Callbacks, driver::Dependent, Region, Shared};
 use crate::{
     api::Imm,
     group::{OperationCompletion, TransferKey},
@@ -39,6 +39,12 @@ pub trait Notify: Send + Sync {
 }
 
 type QuiescedHook = (Callbacks, Box<dyn FnOnce(Quiescence) + Send>);
+
+/// A hook of a handle that has not ended.
+struct PendingHook {
+    hook: CompletionHook,
+    _dependent: Option<Dependent>,
+}
 
 enum CompletionHook {
     Flag(Arc<AtomicBool>),
@@ -84,7 +90,7 @@ pub(crate) struct HandleState {
     quiescence: AtomicU32,
     source: OnceLock<HandleOperation>,
     error: OnceLock<EngineError>,
-    hooks: Mutex<Vec<CompletionHook>>,
+    hooks: Mutex<Vec<PendingHook>>,
     unquiesced: Mutex<Unquiesced>,
     shared: Weak<Shared>,
 }
@@ -187,9 +193,16 @@ impl HandleState {
             }
             std::mem::take(&mut *hooks)
         };
-        for hook in hooks {
+        for PendingHook { hook, .. } in hooks {
             self.run(hook);
         }
+    }
+
+    /// An observer of this handle must not wait for a caller that gets no core.
+    fn begin_dependent(&self) -> Option<Dependent> {
+        let shared = self.shared.upgrade()?;
+        let driver = shared.driver().ok()?;
+        Some(driver.begin_dependent())
     }
 
     fn wake_caller(&self) {
@@ -226,10 +239,11 @@ impl HandleState {
                 hook => self.run(hook),
             };
         }
+        let _dependent = self.begin_dependent();
         {
             let mut hooks = self.hooks.lock();
             if !self.is_done() {
-                hooks.push(hook);
+                hooks.push(PendingHook { hook, _dependent });
                 return;
             }
         }
@@ -347,17 +361,19 @@ impl Handle {
 
     /// Waits at most `timeout`. Returns `None` if the operation is still pending; it continues.
     ///
-    /// The waiting thread drives the engine and copies for a while before it sleeps. One thread that
-    /// waits so is woken by events of the engine's transports, and drives again.
+    /// The waiting thread drives the engine and copies for a while before it sleeps. Where nothing
+    /// else of this process waits for the engine, events of the transports wake this thread, which
+    /// drives again.
     pub fn wait(&self, timeout: Duration) -> Option<Result<()>> {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if p.is_done() {
             return Some(p.result());
         }
         let deadline = Time::now().after(timeout);
+        let mut _dependent = None;
         if let Some(shared) = p.shared.upgrade() {
             match shared.driver() {
-                Ok(driver) => driver.wait(&shared, p, deadline),
+                Ok(driver) => _dependent = driver.wait(&shared, p, deadline),
                 Err(e) => return Some(Err(e)),
             }
         }
@@ -436,8 +452,13 @@ impl Handle {
         if let Repr::Pending(p) = &self.repr {
             let here = p.shared.upgrade().filter(|shared| shared.driver().is_ok());
             let Some(shared) = here else { return f(Quiescence::Unknown) };
+            let dependent = p.begin_dependent();
             let mut unquiesced = p.unquiesced.lock();
             if self.quiescence() == Quiescence::InFlight {
+                let f = move |quiescence| {
+                    drop(dependent);
+                    f(quiescence);
+                };
                 return unquiesced.hooks.push((shared.callbacks.clone(), Box::new(f)));
             }
         }

@@ -345,8 +345,14 @@ impl TransferEngine {
         if count == 0 || max_len == 0 {
             return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
         }
+        let driver = self.shared.driver()?;
+        let dependent = driver.begin_dependent();
+        let on_message = move |delivery| {
+            let _ = &dependent;
+            on_message(delivery);
+        };
         self.shared.receives.open(max_len, count, Arc::new(on_message));
-        self.shared.driver()?.kick_worker();
+        driver.kick_worker();
         Ok(())
     }
 

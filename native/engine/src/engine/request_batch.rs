@@ -13,8 +13,12 @@ use std::{
 };
 
 use super::{
-    bind::small_request, callbacks::Callbacks, driver::Core, handle::KeptRegions,
-    submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence, Shared, Submit, TransferEngine,
+    bind::small_request,
+    callbacks::Callbacks,
+    driver::{Core, Dependent},
+    handle::KeptRegions,
+    submit::CLOCK_READ_BYTES,
+    Counter, Op, Peer, Quiescence, Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
@@ -64,6 +68,7 @@ pub(super) struct RequestBatch {
     left: AtomicUsize,
     /// The regions of all requests.
     keep: Mutex<KeptRegions>,
+    _dependent: Option<Dependent>,
 }
 
 impl RequestBatch {
@@ -73,12 +78,14 @@ impl RequestBatch {
         ops: &[(usize, &Op<'_>)],
     ) -> Arc<Self> {
         let keep = shared.keep(ops.iter().map(|(_, op)| *op));
+        let _dependent = shared.driver().ok().map(|driver| driver.begin_dependent());
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
             callbacks: shared.callbacks.clone(),
             observer: Some(observer),
             left: AtomicUsize::new(ops.len()),
             keep: Mutex::new(keep),
+            _dependent,
         })
     }
 

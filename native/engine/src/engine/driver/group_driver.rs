@@ -5,7 +5,7 @@
 use std::{
     sync::{
         atomic::{
-            AtomicBool, AtomicU32, AtomicU64,
+            AtomicBool, AtomicI32, AtomicU32, AtomicU64,
             Ordering::{Relaxed, SeqCst},
         },
         Arc,
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     domain::{Assist, Domain, Pinner},
-    engine::{HandleState, Shared},
+    engine::Shared,
     group::{Group, Policy},
     time::Time,
     topology::Tier,
@@ -49,13 +49,6 @@ const YIELD_AFTER: u32 = 2_000;
 /// The worker yields after this many idle polls: the event that it polls for may need its core.
 const WORKER_YIELDS: u32 = 16;
 
-/// Time that a caller sleeps until an event, at most a second. epoll counts milliseconds: for less
-/// there is none, and the caller sleeps on its handle.
-fn sleep_time(deadline: Time) -> Option<Duration> {
-    let left = deadline.since(Time::now()).as_millis().min(1000);
-    (left > 0).then(|| Duration::from_millis(left as u64))
-}
-
 pub(crate) struct GroupDriver {
     core: CombiningLock<Core, Command>,
     pub(super) waiters: Waiters,
@@ -66,12 +59,14 @@ pub(crate) struct GroupDriver {
     handover_delay: AtomicU64,
     /// Number of successive rounds in which the worker found the lock taken.
     misses: AtomicU32,
-    parker: Option<Parker>,
+    pub(super) parker: Option<Parker>,
     assistants: Vec<Arc<dyn Assist>>,
     pinners: Vec<Option<Arc<dyn Pinner>>>,
-    spin: Duration,
+    pub(super) spin: Duration,
     /// The worker never sleeps.
-    always: bool,
+    pub(super) always: bool,
+    /// The worker's nice value, once it runs.
+    pub(super) worker_nice: AtomicI32,
     pub(super) heartbeats: Arc<Heartbeats>,
     pub stopping: AtomicBool,
 }
@@ -127,6 +122,7 @@ impl GroupDriver {
             pinners,
             spin,
             always,
+            worker_nice: AtomicI32::new(i32::MIN),
             heartbeats,
             stopping: AtomicBool::new(false),
         })
@@ -236,7 +232,7 @@ impl GroupDriver {
         self.set_check_timer();
     }
 
-    fn leave(&self) {
+    pub(super) fn leave(&self) {
         self.waiters.leave();
         let now = Time::now();
         self.left_at.store(now.0, Relaxed);
@@ -285,82 +281,6 @@ impl GroupDriver {
             self.step(shared, &mut idle);
         }
         self.leave();
-    }
-
-    /// Polls during progress and for the spin time after it. Then the caller sleeps until an event
-    /// and polls again. Returns where another caller sleeps so, and shortly before `deadline`: the
-    /// caller can sleep on its handle.
-    pub fn wait(&self, shared: &Arc<Shared>, pending: &HandleState, deadline: Time) {
-        let Some(parker) = &self.parker else { return };
-        self.enter();
-        loop {
-            if self.poll_until_quiet(shared, pending, deadline) {
-                return self.leave();
-            }
-            if self.always || sleep_time(deadline).is_none() || !self.waiters.begin_sleep() {
-                break;
-            }
-            pending.begin_event_sleep();
-            let in_time = match self.hand_over(shared) {
-                true => self.sleep_until_event(parker, pending, deadline),
-                false => Time::now() < deadline,
-            };
-            pending.end_event_sleep();
-            self.waiters.end_sleep();
-            if !in_time {
-                break;
-            }
-        }
-        if !self.hand_over(shared) {
-            self.kick_worker();
-        }
-    }
-
-    /// Polls until `pending` is done, then true, or until nothing has moved for the spin time.
-    fn poll_until_quiet(
-        &self,
-        shared: &Arc<Shared>,
-        pending: &HandleState,
-        deadline: Time,
-    ) -> bool {
-        let mut idle = 0;
-        let mut quiet_since = None;
-        for turn in 1u32.. {
-            if pending.is_done() {
-                return true;
-            }
-            self.step(shared, &mut idle);
-            if idle == 0 {
-                quiet_since = None;
-            }
-            if turn % 16 == 0 {
-                let now = Time::now();
-                let quiet = now.since(*quiet_since.get_or_insert(now));
-                if now >= deadline || quiet >= self.spin {
-                    break;
-                }
-            }
-        }
-        false
-    }
-
-    /// Sleeps until an event or a kick, unless another thread polls, or until `pending` is done;
-    /// false if `deadline` is near.
-    fn sleep_until_event(&self, parker: &Parker, pending: &HandleState, deadline: Time) -> bool {
-        while !pending.is_done() {
-            let Some(time) = sleep_time(deadline) else { return false };
-            if parker.sleep_caller(time) && !self.waiters.are_polling() {
-                return true;
-            }
-        }
-        true
-    }
-
-    /// Ends the sleep of the caller that sleeps until an event.
-    pub fn wake_caller(&self) {
-        if let Some(parker) = &self.parker {
-            parker.kick_caller();
-        }
     }
 
     pub(super) fn step(&self, shared: &Arc<Shared>, idle: &mut u32) {
@@ -429,6 +349,9 @@ impl GroupDriver {
     /// The worker's loop: drives during traffic, sleeps otherwise.
     pub(super) fn work(&self, shared: &Arc<Shared>) {
         let Some(parker) = &self.parker else { return };
+        if let Ok(nice) = rustix::process::getpriority_process(None) {
+            self.worker_nice.store(nice, Relaxed);
+        }
         let mut spin = self.spin;
         while !self.stopping.load(SeqCst) {
             self.work_awake(shared, spin);
@@ -485,7 +408,7 @@ impl GroupDriver {
             }
             self.set_handover_delay(HANDOVER_DELAY);
             let Some(mut core) = self.lock_or_linger(shared, now) else { return };
-            if has_moved && self.waiters.set_caller_late() {
+            if has_moved && self.waiters.give_events_to_worker() {
                 self.wake_caller();
             }
             if self.arm(&mut core, shared) {

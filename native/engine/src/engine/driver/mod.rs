@@ -1,5 +1,6 @@
 //! The threads that drive the group, and how they sleep.
 
+mod caller_wait;
 mod combining_lock;
 mod group_driver;
 mod heartbeats;
@@ -13,4 +14,5 @@ mod worker;
 
 pub(crate) use group_driver::{GroupDriver, Guard};
 pub(crate) use state::{Command, Core};
+pub(crate) use waiters::Dependent;
 pub(crate) use worker::Worker;

@@ -1,15 +1,35 @@
 //! Which callers poll while they wait, and whether one sleeps until an event.
 
+use std::sync::Arc;
+
 use super::parker::Sleeper;
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use crate::sync::{
+    atomic::{AtomicBool, AtomicU32, Ordering::SeqCst},
+    total_order,
+};
 
 #[derive(Debug)]
 pub(super) struct Waiters {
     pollers: AtomicU32,
     /// A caller sleeps until an event of the domains. The worker sleeps until kicks and timers.
     caller_sleeps: AtomicBool,
-    /// The worker found what an event should have had that caller find, and drives until it runs.
-    caller_is_late: AtomicBool,
+    /// Events wake the worker until that caller begins to sleep anew: the worker found what an event
+    /// should have had the caller find, or others depend on events since.
+    worker_has_events: AtomicBool,
+    /// What else in this process depends on events. A caller that gets no core must hold up no more
+    /// than its own wait.
+    dependents: Arc<AtomicU32>,
+}
+
+/// A caller that sleeps on its handle, or an observer of results. While it lives, events wake the
+/// worker.
+#[derive(Debug)]
+pub(crate) struct Dependent(Arc<AtomicU32>);
+
+impl Drop for Dependent {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
 }
 
 impl Waiters {
@@ -17,8 +37,27 @@ impl Waiters {
         Self {
             pollers: AtomicU32::new(0),
             caller_sleeps: AtomicBool::new(false),
-            caller_is_late: AtomicBool::new(false),
+            worker_has_events: AtomicBool::new(false),
+            dependents: Arc::new(AtomicU32::new(0)),
         }
+    }
+
+    /// No caller begins to sleep until an event while the result lives. One that does so already
+    /// must [give events to the worker](Self::give_events_to_worker).
+    pub fn begin_dependent(&self) -> Dependent {
+        self.dependents.fetch_add(1, SeqCst);
+        // Either this thread sees the caller that sleeps, or the thread that arms sees this count.
+        total_order();
+        Dependent(Arc::clone(&self.dependents))
+    }
+
+    fn has_dependents(&self) -> bool {
+        self.dependents.load(SeqCst) > 0
+    }
+
+    /// Whether a caller sleeps until an event.
+    pub fn does_caller_sleep(&self) -> bool {
+        self.caller_sleeps.load(SeqCst)
     }
 
     /// A caller begins to poll.
@@ -36,23 +75,23 @@ impl Waiters {
         self.pollers.load(SeqCst) > 0
     }
 
-    /// Makes this caller the one that sleeps until an event; false if there is one.
+    /// Makes this caller the one that sleeps until an event; false if there is one, or if it would
+    /// hold up others.
     pub fn begin_sleep(&self) -> bool {
+        if self.has_dependents() {
+            return false;
+        }
         let begun = self.caller_sleeps.compare_exchange(false, true, SeqCst, SeqCst).is_ok();
         if begun {
-            self.caller_is_late.store(false, SeqCst);
+            self.worker_has_events.store(false, SeqCst);
         }
         begun
     }
 
     /// Has events wake the worker until the caller that sleeps begins to sleep anew; false if none
-    /// sleeps.
-    pub fn set_caller_late(&self) -> bool {
-        let sleeps = self.caller_sleeps.load(SeqCst);
-        if sleeps {
-            self.caller_is_late.store(true, SeqCst);
-        }
-        sleeps
+    /// sleeps, or if they do already. They do once a thread arms.
+    pub fn give_events_to_worker(&self) -> bool {
+        self.does_caller_sleep() && !self.worker_has_events.swap(true, SeqCst)
     }
 
     /// The caller that slept begins to poll. It must hand over, or set a timer, when it leaves.
@@ -63,9 +102,10 @@ impl Waiters {
 
     /// The thread that events wake. Read under the driver's lock, by the thread that arms.
     pub fn sleeper(&self) -> Sleeper {
-        let caller = self.caller_sleeps.load(SeqCst) && !self.caller_is_late.load(SeqCst);
+        let caller = self.does_caller_sleep() && !self.worker_has_events.load(SeqCst);
+        total_order();
         // A caller that sleeps ignores events while another one polls.
-        match caller && !self.are_polling() {
+        match caller && !self.has_dependents() && !self.are_polling() {
             true => Sleeper::Caller,
             false => Sleeper::Worker,
         }
@@ -147,7 +187,7 @@ mod loom_tests {
             match self.armed_for.try_lock() {
                 Some(mut armed_for) => {
                     if has_moved {
-                        self.waiters.set_caller_late();
+                        self.waiters.give_events_to_worker();
                     }
                     *armed_for = self.waiters.sleeper();
                 }
@@ -164,6 +204,32 @@ mod loom_tests {
                 "an event wakes no thread"
             );
         }
+    }
+
+    #[test]
+    fn events_wake_the_worker_once_others_depend_on_them() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let driver = Driver::new();
+            let caller = Arc::clone(&driver);
+            let caller = thread::spawn(move || {
+                caller.waiters.enter();
+                caller.waiters.begin_sleep();
+                caller.hand_over();
+            });
+            let worker = Arc::clone(&driver);
+            let worker = thread::spawn(move || worker.work(true));
+            let dependent = driver.waiters.begin_dependent();
+            if driver.waiters.give_events_to_worker() {
+                // Kicks the worker.
+                driver.timer.store(true, SeqCst);
+            }
+            caller.join().unwrap();
+            worker.join().unwrap();
+            driver.check();
+            drop(dependent);
+        });
     }
 
     fn check(ends: [bool; 2], callers: usize, has_moved: bool) {

@@ -135,6 +135,54 @@ fn events_wake_the_worker_until_a_caller_that_left_one_unread_sleeps_anew() {
     assert_eq!(waiters.sleeper(), Sleeper::Caller);
 }
 
+#[test]
+fn events_wake_the_worker_while_a_callback_depends_on_them() {
+    let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
+    let counter = b.counter().unwrap();
+    let write = counted_writes(&a, &b, &counter);
+    let driver = b.shared.driver().unwrap();
+    driver.enter();
+    assert!(driver.waiters.begin_sleep());
+    driver.hand_over(&b.shared);
+    assert_eq!(driver.waiters.sleeper(), Sleeper::Caller);
+    let (told, arrived) = std::sync::mpsc::channel();
+    let arrival = counter.expect(1, &[], TIMEOUT).unwrap();
+    arrival.on_done(move |result| told.send(result).unwrap());
+    assert_eq!(driver.waiters.sleeper(), Sleeper::Worker);
+    write().wait(TIMEOUT).unwrap().unwrap();
+    arrived.recv_timeout(TIMEOUT / 2).expect("the worker drives").unwrap();
+    driver.waiters.end_sleep();
+    driver.waiters.leave();
+    assert!(driver.waiters.begin_sleep());
+    assert_eq!(driver.waiters.sleeper(), Sleeper::Caller);
+}
+
+/// Whether a caller sleeps until an event while a thread with `nice` waits.
+fn sleeps_until_an_event(nice: i32) -> bool {
+    let b = engine(TransportKind::Shm);
+    let counter = b.counter().unwrap();
+    let arrival = counter.expect(1, &[], TIMEOUT).unwrap();
+    thread::scope(|scope| {
+        let caller = scope.spawn(|| {
+            rustix::process::setpriority_process(None, nice).unwrap();
+            arrival.wait(Duration::from_millis(300))
+        });
+        let mut sleeps = false;
+        while !caller.is_finished() {
+            sleeps |= b.shared.driver().unwrap().waiters.does_caller_sleep();
+            thread::sleep(Duration::from_millis(1));
+        }
+        sleeps
+    })
+}
+
+#[test]
+fn only_callers_that_run_as_soon_as_the_worker_sleep_until_an_event() {
+    let nice = rustix::process::getpriority_process(None).unwrap();
+    assert!(sleeps_until_an_event(nice));
+    assert!(!sleeps_until_an_event(nice + 1));
+}
+
 /// Polls again and again, or not at all, until the worker's delay is what is asked for.
 fn until_delay(b: &TransferEngine, polls: bool, is_reached: impl Fn(Duration) -> bool) {
     let driver = b.shared.driver().unwrap();
