@@ -200,15 +200,16 @@ FR_DEVICE void sum_units(Team team, const Work& p, const Job& job, const u64* te
       typename Unit<Float>::Bits bits[TERMS_AHEAD];
 #pragma unroll
       for (u32 j = 0; j < TERMS_AHEAD; ++j) {
-        if (first + j >= n) break;
-        term[j] = term_of(p, terms + 2 * (first + j), token);
-        bits[j].whole = load_stream(reinterpret_cast<const Vec16*>(term[j].values) + i);
+        if (first + j < n) {
+          term[j] = term_of(p, terms + 2 * (first + j), token);
+          bits[j].whole = load_stream(reinterpret_cast<const Vec16*>(term[j].values) + i);
+        }
       }
 #pragma unroll
       for (u32 j = 0; j < TERMS_AHEAD; ++j) {
-        if (first + j >= n) break;
+        if (first + j < n)
 #pragma unroll
-        for (u32 e = 0; e < EACH; ++e) sums[e].take(term[j], bits[j].each[e], to != TO_ANSWER);
+          for (u32 e = 0; e < EACH; ++e) sums[e].take(term[j], bits[j].each[e], to != TO_ANSWER);
       }
     }
     if (to == TO_TOTAL) {
