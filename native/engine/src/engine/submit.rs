@@ -12,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+use smallvec::SmallVec;
+
 use super::{
     bind,
     driver::Core,
@@ -20,7 +22,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{PeerHold, RequestInfo, SmallWrites, Submitted},
+    group::{BoundOp, PeerHold, RequestInfo, SmallWrites, Submitted},
     EngineError, Result,
 };
 
@@ -137,9 +139,9 @@ impl Shared {
             return Ok(self.handle_of(sealed, name, ops, core));
         }
         // Another thread holds the lock, and posts the request.
-        let mut bound = Vec::with_capacity(ops.len());
+        let mut bound: SmallVec<[BoundOp; 1]> = SmallVec::with_capacity(ops.len());
         // Until the request is posted, only these references keep its peers.
-        let mut peers: Vec<PeerHold> = Vec::new();
+        let mut peers: SmallVec<[PeerHold; 1]> = SmallVec::new();
         for op in ops {
             op.each_peer(|peer| {
                 if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.hold)) {
