@@ -117,6 +117,13 @@ impl Ledger {
         &mut self.rails[rail]
     }
 
+    /// The token that [`Self::enter`] returns next.
+    #[inline]
+    pub fn next_token(&self) -> Token {
+        let slot = self.slices.vacant_key() as u32;
+        Token { slot, serial: (self.order + 1) as u32, part: SLICE }
+    }
+
     /// Enters a slice; returns the token of its completion.
     #[inline]
     pub fn enter(&mut self, slice: Slice) -> Token {

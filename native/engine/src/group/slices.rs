@@ -109,6 +109,11 @@ impl BoundOp {
         }
     }
 
+    /// Takes the work request of an operation that is posted whole and not used again.
+    fn take_request(&mut self) -> WorkRequest {
+        std::mem::replace(&mut self.wr, WorkRequest::Count(Count { imm: 0, n: 0 }))
+    }
+
     pub fn ahead(self) -> Self {
         Self { ahead: true, ..self }
     }
@@ -245,13 +250,14 @@ pub(super) fn post_slices(
     }
 }
 
-/// Posts an operation whole on the only link to its peer; `None` if a window has no room.
+/// Posts an operation whole on the only link to its peer; `None` if a window has no room. The
+/// ledger takes the work request of one that is posted.
 #[inline]
 fn post_direct(
     now: Time,
     key: TransferKey,
     transfer: &mut Transfer,
-    op: &BoundOp,
+    op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
     link: DirectLink,
@@ -265,26 +271,27 @@ fn post_direct(
             if bytes > 0 && !windows.all(|window| window.has_room(priority, bytes)) {
                 return None;
             }
-            ledger.enter(Slice {
-                owner: key,
-                peer: op.peer,
-                link: (link.rail, link.id),
-                wr: op.wr.clone(),
-                confirm: None,
-                tries: op.tries,
-                posted: now,
-                priority,
-                bytes,
-                queued: route.active()[0].gauge.queued,
-                number: None,
-                order: 0,
-            })
+            ledger.next_token()
         }
     };
     let posted = rails[link.rail].post(link.id, token, &op.wr);
     let pending = posted == Ok(Post::Queued);
-    if link.keeps_work && !pending {
-        ledger.take(token);
+    if link.keeps_work && pending {
+        let entered = ledger.enter(Slice {
+            owner: key,
+            peer: op.peer,
+            link: (link.rail, link.id),
+            wr: op.take_request(),
+            confirm: None,
+            tries: op.tries,
+            posted: now,
+            priority,
+            bytes,
+            queued: route.active()[0].gauge.queued,
+            number: None,
+            order: 0,
+        });
+        debug_assert_eq!(entered, token);
     }
     let waits = || PostOutcome::Part(Deferral { bytes: 0, until: Time::NEVER });
     Some(match posted {
