@@ -1,5 +1,7 @@
 //! Completion handles: blocking wait, poll, flag, callback, event queue.
 
+mod spare;
+
 use std::{
     any::Any,
     sync::{
@@ -15,7 +17,7 @@ use std::{
 use rustix::thread::futex;
 use smallvec::SmallVec;
 
-use super::{callbacks::Callbacks, driver::Dependent, Region, Shared};
+use super::{callbacks::Callbacks, driver::Dependent, quiescence::Quiescence, Region, Shared};
 use crate::{
     api::Imm,
     group::{OperationCompletion, TransferKey},
@@ -23,6 +25,7 @@ use crate::{
     time::Time,
     EngineError, Result,
 };
+pub(crate) use spare::SpareHandles;
 
 /// Poll interval of [`Handle::wait_quiesced`].
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
@@ -59,17 +62,6 @@ pub(crate) enum HandleOperation {
     Expectation(Imm),
 }
 
-/// Whether bytes of a transfer may still land (MR-1).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quiescence {
-    /// Bytes are under way.
-    InFlight,
-    /// No byte can land any more, and no memory of the transfer is in use.
-    Quiesced,
-    /// The links that carried it are lost, and the peers have not confirmed that they are down.
-    Unknown,
-}
-
 /// Local regions that requests use until they have ended; usually one.
 pub(crate) type KeptRegions = SmallVec<[Region; 1]>;
 
@@ -88,7 +80,9 @@ pub(crate) struct HandleState {
     state: AtomicU32,
     /// 0 in flight, 1 quiesced, 2 unknown.
     quiescence: AtomicU32,
-    source: OnceLock<HandleOperation>,
+    /// The operation, if it is known when the handle is made; else `late_source`.
+    source: Option<HandleOperation>,
+    late_source: OnceLock<HandleOperation>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<PendingHook>>,
     unquiesced: Mutex<Unquiesced>,
@@ -108,6 +102,10 @@ impl OperationCompletion for HandleState {
             self.complete(result);
         }
     }
+
+    fn recycle(self: Arc<Self>) {
+        spare::recycle(self);
+    }
 }
 
 impl HandleState {
@@ -122,9 +120,11 @@ impl HandleState {
         key: Option<TransferKey>,
         keep: KeptRegions,
     ) -> HandleRef {
-        let source = key.map_or_else(OnceLock::new, |key| HandleOperation::Transfer(key).into());
-        let unquiesced = Mutex::new(Unquiesced { keep, hooks: Vec::new() });
-        Arc::new(Self { shared: Arc::downgrade(shared), source, unquiesced, ..Self::default() })
+        let source = key.map(HandleOperation::Transfer);
+        shared.spare_handles.take(source, keep).unwrap_or_else(|keep| {
+            let unquiesced = Mutex::new(Unquiesced { keep, hooks: Vec::new() });
+            Arc::new(Self { shared: Arc::downgrade(shared), source, unquiesced, ..Self::default() })
+        })
     }
 
     /// Releases the memory: nothing is under way. `proven`: no byte can still land.
@@ -150,7 +150,11 @@ impl HandleState {
 
     /// Sets the operation behind the handle.
     pub fn is_of(&self, source: HandleOperation) {
-        let _ = self.source.set(source);
+        let _ = self.late_source.set(source);
+    }
+
+    fn source(&self) -> Option<HandleOperation> {
+        self.source.or_else(|| self.late_source.get().copied())
     }
 
     fn quiescence(&self) -> Quiescence {
@@ -400,13 +404,13 @@ impl Handle {
         let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
         let pending = Arc::clone(p);
         // Queued behind the request, which may still wait for the lock.
-        shared.post(Box::new(move |core, shared| match pending.source.get() {
+        shared.post(Box::new(move |core, shared| match pending.source() {
             Some(HandleOperation::Transfer(key)) => {
-                core.group.cancel(shared.now(), *key);
+                core.group.cancel(shared.now(), key);
                 core.end_drains(shared);
             }
             Some(HandleOperation::Expectation(imm)) => {
-                shared.counters.cancel(shared.now(), *imm, &pending);
+                shared.counters.cancel(shared.now(), imm, &pending);
                 core.end_drains(shared);
             }
             None => {}
@@ -417,7 +421,7 @@ impl Handle {
     pub fn quiescence(&self) -> Quiescence {
         match &self.repr {
             Repr::Done(_) => Quiescence::Quiesced,
-            Repr::Pending(p) if matches!(p.source.get(), Some(HandleOperation::Expectation(_))) => {
+            Repr::Pending(p) if matches!(p.source(), Some(HandleOperation::Expectation(_))) => {
                 Quiescence::Quiesced
             }
             Repr::Pending(p) => p.quiescence(),

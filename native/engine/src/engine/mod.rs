@@ -14,6 +14,7 @@ mod open;
 mod overlap;
 mod paths;
 mod peers;
+mod quiescence;
 mod rails;
 mod receives;
 mod regions;
@@ -46,12 +47,13 @@ use crate::{
 };
 
 pub use grants::Grant;
-pub use handle::{Handle, Notify, Quiescence};
+pub use handle::{Handle, Notify};
 pub(crate) use handle::{HandleOperation, HandleRef, HandleState};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;
 pub use peers::{Peer, PeerGroup};
+pub use quiescence::Quiescence;
 pub use rails::Rail;
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};

@@ -16,6 +16,7 @@ use super::{
     counters::Counters,
     driver::{Command, Core, GroupDriver, Guard},
     grants::Leases,
+    handle::SpareHandles,
     receives::Receives,
     watcher::Watchers,
     Handle, HandleRef, Peer, Region,
@@ -72,6 +73,7 @@ pub(crate) struct Shared {
     pub max_message: usize,
     /// Virtual time if the caller drives the engine.
     pub clock: Clock,
+    pub spare_handles: SpareHandles,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
     indices: Arc<RegionIndices>,
@@ -113,6 +115,7 @@ impl Shared {
             op_timeout,
             max_message,
             clock,
+            spare_handles: SpareHandles::default(),
             counted: AtomicU64::new(0),
             regions: Mutex::default(),
             indices: Arc::default(),

@@ -80,6 +80,8 @@ pub(crate) trait OperationCompletion: Send + Sync {
     /// Reports that nothing of a transfer is under way any more. `proven`: no byte of it can still
     /// land (MR-1). `result` is set unless `resolve` has reported it.
     fn release(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
+    /// Takes the group's reference after `release`.
+    fn recycle(self: Arc<Self>) {}
 }
 
 /// The waiter, and the index of the request within its batch.
@@ -489,7 +491,9 @@ impl Group {
         if transfer.sealed && transfer.is_over() {
             self.timers.stop(transfer.deadline, Timer::Deadline(key));
             self.recorder.ended(transfer, false);
-            self.transfers.remove(key.slot as usize).deliver();
+            // In place: a transfer is large to move.
+            transfer.deliver();
+            self.transfers.remove(key.slot as usize);
         }
     }
 }

@@ -238,11 +238,12 @@ impl Transfer {
         }
     }
 
-    /// Reports that all work is over.
+    /// Reports that all work is over, once.
     pub fn deliver(&mut self) {
-        let Some((completion, at)) = &self.completion else { return };
+        let Some((completion, at)) = self.completion.take() else { return };
         let result = (!self.reported).then(|| self.error.clone().map_or(Ok(()), Err));
         self.reported = true;
-        completion.release(*at, !self.unproven, result);
+        completion.release(at, !self.unproven, result);
+        completion.recycle();
     }
 }
