@@ -37,7 +37,7 @@ endif
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-ranks test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-ranks test-strangers test-processes test-actors test-units test-experts test-others test-pages test-long test-rdma test-adapters test-all chaos bench bench-quick lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -155,6 +155,10 @@ chaos: $(DONE)/native
 
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)
+
+# Few cases, short turns: under three minutes.
+bench-quick: ARGS += --quick
+bench-quick: bench
 
 lint: lint-python lint-native
 

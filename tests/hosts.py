@@ -31,18 +31,18 @@ def missing() -> str | None:
     for tool in ("ip", "unshare", "nsenter", "sysctl", "bash"):
         if shutil.which(tool) is None:
             return f"{tool} is missing"
-    name = _tag()
+    name = new_tag()
     try:
-        _ip(f"netns add {name}")
-        _ip(f"-n {name} rule add ipproto tcp dport 1-2 pref 9 blackhole")
+        ip(f"netns add {name}")
+        ip(f"-n {name} rule add ipproto tcp dport 1-2 pref 9 blackhole")
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here, or no rules of routing by port: {error.stderr.strip()}"
     finally:
-        _forget(name)
+        forget(name)
     return None
 
 
-def _tag() -> str:
+def new_tag() -> str:
     """A name for namespaces, with the id of this process, short enough for a host's."""
     return f"fr{os.getpid()}x{uuid.uuid4().hex[:4]}"
 
@@ -53,15 +53,15 @@ def sweep() -> None:
     for name in os.listdir(folder) if folder.is_dir() else ():
         owner = re.match(r"fr(\d+)x[0-9a-f]{4}[ABR]?$", name)
         if owner and not Path("/proc", owner[1]).exists():
-            _forget(name)
+            forget(name)
 
 
-def _forget(name: str) -> None:
+def forget(name: str) -> None:
     with contextlib.suppress(subprocess.CalledProcessError):
-        _ip(f"netns del {name}")
+        ip(f"netns del {name}")
 
 
-def _ip(line: str) -> None:
+def ip(line: str) -> None:
     subprocess.run(["ip", *line.split()], check=True, capture_output=True, text=True)
 
 
@@ -74,7 +74,7 @@ class TwoHosts:
 
     def __init__(self, ports: Sequence[tuple[int, int]]) -> None:
         self._ports = ports
-        self._tag = _tag()
+        self._tag = new_tag()
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._inits: dict[str, int] = {}
 
@@ -105,24 +105,24 @@ class TwoHosts:
     def _wire(self) -> None:
         router = f"{self._tag}R"
         for name in self.names:
-            _ip(f"netns add {name}")
-            _ip(f"-n {name} link set lo up")
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
         for host, own, via in zip("AB", ADDRESSES, _ROUTERS, strict=True):
             name = f"{self._tag}{host}"
-            _ip(f"-n {router} link add to{host} type veth peer name eth0 netns {name}")
-            _ip(f"-n {name} addr add {own}/32 dev eth0")
-            _ip(f"-n {name} link set eth0 up")
-            _ip(f"-n {router} addr add {via}/32 dev to{host}")
-            _ip(f"-n {router} link set to{host} up")
-            _ip(f"-n {name} route add {via}/32 dev eth0")
-            _ip(f"-n {name} route add default via {via} src {own}")
-            _ip(f"-n {router} route add {own}/32 dev to{host}")
+            ip(f"-n {router} link add to{host} type veth peer name eth0 netns {name}")
+            ip(f"-n {name} addr add {own}/32 dev eth0")
+            ip(f"-n {name} link set eth0 up")
+            ip(f"-n {router} addr add {via}/32 dev to{host}")
+            ip(f"-n {router} link set to{host} up")
+            ip(f"-n {name} route add {via}/32 dev eth0")
+            ip(f"-n {name} route add default via {via} src {own}")
+            ip(f"-n {router} route add {own}/32 dev to{host}")
         forward = ["ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1"]
         subprocess.run(forward, check=True)
         for first, last in self._ports:
             for side in ("dport", "sport"):
-                _ip(f"-n {router} rule add ipproto tcp {side} {first}-{last} pref 10 lookup main")
-        _ip(f"-n {router} rule add ipproto tcp pref 20 blackhole")
+                ip(f"-n {router} rule add ipproto tcp {side} {first}-{last} pref 10 lookup main")
+        ip(f"-n {router} rule add ipproto tcp pref 20 blackhole")
 
     def _settle(self, host: str) -> None:
         # Names must resolve without a server, or every look-up waits for one.
@@ -169,4 +169,4 @@ class TwoHosts:
                 if end is not None:
                     end.close()
         for name in self.names:
-            _forget(name)
+            forget(name)

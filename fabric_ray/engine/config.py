@@ -87,7 +87,8 @@ class EngineConfig(BaseModel):
     the same at all addresses, and one for the side channel of each verbs NIC."""
 
     tcp_streams: int = Field(default=2, ge=1, le=15)
-    """Connections for bulk to each peer, beside one for small frames."""
+    """Connections for bulk to each peer, beside one for small frames. More of them fill bonds of
+    links, and networks that limit each connection."""
 
     spin: float | Literal["always"] = Field(default=50.0)
     """Microseconds that threads look for work before they sleep, or ``always``."""

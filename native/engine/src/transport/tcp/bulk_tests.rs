@@ -1,7 +1,8 @@
 //! Bulk writes: their streams, and when they are acknowledged.
 
 use super::{
-    throttle_tests::{joined, End, BYTES, KEY},
+    protocol::MIN_PART,
+    throttle_tests::{joined, joined_with, End, BYTES, KEY},
     Role,
 };
 use crate::{
@@ -11,6 +12,10 @@ use crate::{
 
 /// Posts a write that is long enough for a bulk stream.
 pub(super) fn post(end: &mut End, slot: u32) {
+    post_bytes(end, slot, BYTES);
+}
+
+fn post_bytes(end: &mut End, slot: u32, bytes: u64) {
     let data = Data {
         local: LocalAddr(end.memory.as_mut_ptr() as usize),
         local_region: 0,
@@ -18,7 +23,7 @@ pub(super) fn post(end: &mut End, slot: u32) {
         remote: KEY,
         remote_keys: Default::default(),
         remote_seq: Seq::at(0),
-        page_len: BYTES,
+        page_len: bytes,
         pages: 1,
     };
     let token = Token { slot, ..Token::default() };
@@ -54,6 +59,18 @@ fn successive_writes_use_one_stream_and_concurrent_ones_all() {
     post(&mut a, 5);
     receive(&mut b, 6, &mut now);
     assert_eq!(executed(&b), [5, 1]);
+}
+
+#[test]
+fn parts_of_a_write_go_to_the_streams_with_the_least_to_send() {
+    let (mut a, mut b, mut now) = joined_with(3, 2 * MIN_PART);
+    post(&mut a, 0);
+    post_bytes(&mut a, 1, 2 * MIN_PART);
+    while a.done() < 2 {
+        b.poll(&mut now);
+        a.poll(&mut now);
+    }
+    assert_eq!(executed(&b), [1, 1, 1]);
 }
 
 #[test]

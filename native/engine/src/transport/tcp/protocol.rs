@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Smallest part of a large operation; shorter ones are not cut.
-const MIN_PART: u64 = 512 << 10;
+pub(super) const MIN_PART: u64 = 512 << 10;
 /// System calls on one stream per poll.
 const READS_PER_POLL: usize = 8;
 
@@ -71,8 +71,8 @@ impl TcpDomain {
         if cut == 1 {
             // Successive writes use one stream, so that the receiver polls no more than that.
             streams.sort_unstable();
-            streams.sort_by_key(|key| self.sockets[*key].stream.backlog());
         }
+        streams.sort_by_key(|key| self.sockets[*key].stream.backlog());
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let stream = &mut self.sockets[*key].stream;
             if cut == 1 {

@@ -43,13 +43,18 @@ pub(super) struct End {
 
 impl End {
     pub fn new(id: u8) -> (Self, EngineAddress) {
+        Self::with(id, EngineConfig::default().tcp_streams, BYTES)
+    }
+
+    fn with(id: u8, tcp_streams: usize, bytes: u64) -> (Self, EngineAddress) {
         let id = EngineId([id; 16]);
-        let mut domain = TcpDomain::open(id, &EngineConfig::default()).unwrap();
+        let config = EngineConfig { tcp_streams, ..EngineConfig::default() };
+        let mut domain = TcpDomain::open(id, &config).unwrap();
         let address = EngineAddress { id, name: String::new(), endpoints: vec![domain.endpoint()] };
         domain.announce(&address);
-        let mut memory = vec![id.0[0]; BYTES as usize];
+        let mut memory = vec![id.0[0]; bytes as usize];
         let region =
-            RegionMemory::new(KEY, memory.as_mut_ptr() as usize, BYTES, Backing::Foreign, None);
+            RegionMemory::new(KEY, memory.as_mut_ptr() as usize, bytes, Backing::Foreign, None);
         domain.register(&Arc::new(region), None).unwrap();
         (Self { domain, memory, link: 0, out: Vec::new() }, address)
     }
@@ -103,7 +108,19 @@ impl End {
 }
 
 pub(super) fn joined() -> (End, End, Time) {
-    let ((mut a, _), (mut b, b_address)) = (End::new(1), End::new(2));
+    join(End::new(1), End::new(2))
+}
+
+/// With so many bulk streams, and memory of so many bytes.
+pub(super) fn joined_with(tcp_streams: usize, bytes: u64) -> (End, End, Time) {
+    let [a, b] = [1, 2].map(|id| End::with(id, tcp_streams, bytes));
+    join(a, b)
+}
+
+fn join(
+    (mut a, _): (End, EngineAddress),
+    (mut b, b_address): (End, EngineAddress),
+) -> (End, End, Time) {
     let mut now = Time(1);
     a.domain.connect(now, &b_address, 0).unwrap();
     while a.link == 0 || b.link == 0 {
