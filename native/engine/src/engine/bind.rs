@@ -1,6 +1,6 @@
 //! Checks a user's operations, and binds them to work requests of the group.
 
-use std::sync::{atomic::Ordering::Relaxed, Arc};
+use std::sync::{atomic::Ordering::SeqCst, Arc};
 
 use super::{
     handle::KeptRegions, overlap, peers::Peer, Local, Region, Remote, RemoteRegion, Shared,
@@ -110,6 +110,28 @@ impl Shared {
             }
             op => self.check_ranges(op).and_then(|()| overlap::check(op)),
         }
+    }
+
+    /// Checks that the local regions of checked operations are still registered, if a region was
+    /// revoked since `revocations` was read. The caller has the lock, or has called
+    /// [`keep`](Self::keep): revocations from now on end after the operations (MR-1).
+    #[inline]
+    pub(super) fn check_again(&self, ops: &[Op<'_>], revocations: u64) -> Result<()> {
+        match self.revocations.load(SeqCst) == revocations {
+            true => Ok(()),
+            false => ops.iter().try_for_each(Self::check_registered),
+        }
+    }
+
+    #[cold]
+    fn check_registered(op: &Op<'_>) -> Result<()> {
+        let mut registered = Ok(());
+        op.each_local(|region| {
+            if registered.is_ok() {
+                registered = region.check_open();
+            }
+        });
+        registered
     }
 
     #[inline]
@@ -299,24 +321,11 @@ impl Shared {
                 .take(COMPARED_REGIONS)
                 .any(|k| Arc::ptr_eq(&k.inner, &region.inner))
             {
-                region.inner.memory.users.fetch_add(1, Relaxed);
+                region.inner.memory.users.fetch_add(1, SeqCst);
                 keep.push(region.clone());
             }
         };
-        for op in ops {
-            let region = match op {
-                Op::Write { src, .. } => src.region,
-                Op::Read { dst, .. } => dst.region,
-                Op::WritePages { src, .. } | Op::Scatter { src, .. } => src,
-                Op::ReadPages { dst, .. } => dst,
-                Op::WritePieces { pieces, .. } | Op::ReadPieces { pieces } => {
-                    pieces.iter().for_each(|p| add(&p.local));
-                    continue;
-                }
-                Op::Barrier { .. } | Op::Send { .. } => continue,
-            };
-            add(region);
-        }
+        ops.into_iter().for_each(|op| op.each_local(&mut add));
         keep
     }
 }

@@ -121,6 +121,21 @@ impl Op<'_> {
         }
     }
 
+    /// Calls `name` with each local region of the operation.
+    pub(crate) fn each_local(&self, mut name: impl FnMut(&Region)) {
+        match self {
+            Self::Write { src: Local { region, .. }, .. }
+            | Self::Read { dst: Local { region, .. }, .. }
+            | Self::WritePages { src: region, .. }
+            | Self::ReadPages { dst: region, .. }
+            | Self::Scatter { src: region, .. } => name(region),
+            Self::WritePieces { pieces, .. } | Self::ReadPieces { pieces } => {
+                pieces.iter().for_each(|p| name(&p.local));
+            }
+            Self::Barrier { .. } | Self::Send { .. } => {}
+        }
+    }
+
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Write { .. } => "write",

@@ -37,6 +37,7 @@ impl RegionInner {
         let pending = super::handle::HandleState::new(&self.shared);
         *retirement = Some(Arc::clone(&pending));
         self.closed.store(true, SeqCst);
+        self.shared.revocations.fetch_add(1, SeqCst);
         drop(retirement);
         self.family.of(&self.memory).iter().for_each(|grant| drop(grant.revoke()));
         self.shared.retire(&self.memory, Some(Arc::clone(&pending)));

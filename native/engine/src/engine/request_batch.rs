@@ -191,6 +191,7 @@ impl Shared {
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
+        let revocations = self.revocations.load(SeqCst);
         let mut good = Vec::with_capacity(ops.len());
         let mut at_once = ImmediateEvents { of: ops.len(), ..ImmediateEvents::default() };
         for (at, op) in ops.iter().enumerate() {
@@ -203,10 +204,10 @@ impl Shared {
         match driver.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
-                self.post_batch(&mut core, &good, options, retained, &mut at_once);
+                self.post_batch(&mut core, &good, (options, revocations), retained, &mut at_once);
             }
             // Another thread holds the lock, and posts the requests.
-            None => self.queue_batch(&good, options, retained),
+            None => self.queue_batch(&good, (options, revocations), retained, &mut at_once),
         }
         if !at_once.events.is_empty() {
             observer.on_events(at_once.events);
@@ -218,16 +219,19 @@ impl Shared {
         self: &Arc<Self>,
         core: &mut Core,
         ops: &[(usize, &Op<'_>)],
-        options: Submit,
+        (options, revocations): (Submit, u64),
         observer: Arc<dyn BatchObserver>,
         at_once: &mut ImmediateEvents,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let batch = RequestBatch::new(self, observer, ops);
-        let (mut now, mut bytes) = (self.now(), 0);
+        let (mut now, mut bytes, before) = (self.now(), 0, at_once.over);
         core.domains.iter_mut().for_each(|d| d.begin_request());
-        let before = at_once.over;
         for (at, op) in ops {
+            if let Err(e) = self.check_again(std::slice::from_ref(*op), revocations) {
+                at_once.ended(*at, Err(e));
+                continue;
+            }
             let priority = options.priority(std::slice::from_ref(*op));
             let begun = now;
             let mut writes = SmallWrites::new();
@@ -257,9 +261,8 @@ impl Shared {
             }
         }
         core.domains.iter_mut().for_each(|d| d.flush());
-        match at_once.over - before {
-            0 => {}
-            n => batch.count_ended(n),
+        if at_once.over > before {
+            batch.count_ended(at_once.over - before);
         }
         // The caller still holds the observer, so this does not drop it.
         RequestBatch::drop_reference(batch);
@@ -269,8 +272,9 @@ impl Shared {
     fn queue_batch(
         self: &Arc<Self>,
         ops: &[(usize, &Op<'_>)],
-        options: Submit,
+        (options, revocations): (Submit, u64),
         observer: Arc<dyn BatchObserver>,
+        at_once: &mut ImmediateEvents,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let batch = RequestBatch::new(self, observer, ops);
@@ -278,6 +282,11 @@ impl Shared {
         // Until the batch is posted, only these references keep its peers.
         let mut peers: Vec<PeerHold> = Vec::new();
         for (at, op) in ops {
+            if let Err(e) = self.check_again(std::slice::from_ref(*op), revocations) {
+                at_once.ended(*at, Err(e));
+                batch.count_ended(1);
+                continue;
+            }
             op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
             let before = bound.len();
             self.bind(op, (options.rail, false), &mut |b| bound.push(b));

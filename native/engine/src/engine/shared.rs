@@ -79,6 +79,8 @@ pub(crate) struct Shared {
     indices: Arc<RegionIndices>,
     next_number: AtomicU64,
     retiring: Mutex<Vec<PendingDeregistration>>,
+    /// Number of revocations of local regions that have begun.
+    pub revocations: AtomicU64,
     closed: AtomicBool,
     /// Requests and expectations are refused.
     pub draining: AtomicBool,
@@ -121,6 +123,7 @@ impl Shared {
             indices: Arc::default(),
             next_number: AtomicU64::new(1 << 32),
             retiring: Mutex::default(),
+            revocations: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             draining: AtomicBool::new(false),
         });

@@ -91,6 +91,7 @@ impl Shared {
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
+        let revocations = self.revocations.load(SeqCst);
         for (i, op) in ops.iter().enumerate() {
             self.check(op).map_err(|e| if ops.len() > 1 { e.in_operation(i) } else { e })?;
         }
@@ -112,6 +113,7 @@ impl Shared {
         if let Some(mut core) = driver.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
+            self.check_again(ops, revocations)?;
             if let Some(request) = small.map(|request| (request, &*writes)) {
                 let info = RequestInfo { name, span: options.span, priority, timeout };
                 let clock = || self.now();
@@ -150,8 +152,12 @@ impl Shared {
             });
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
-        self.mark(posted);
         let pending = handle::HandleState::of_transfer(self, None, self.keep(ops));
+        if let Err(e) = self.check_again(ops, revocations) {
+            pending.release_memory(true);
+            return Err(e);
+        }
+        self.mark(posted);
         let handle = Handle::pending(name, Arc::clone(&pending));
         let queued = self.now();
         self.post(Box::new(move |core, shared| {

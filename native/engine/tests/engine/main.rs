@@ -21,6 +21,7 @@ mod flight;
 mod overlaps;
 mod peer_mappings;
 mod request_batches;
+mod revocations;
 mod segments;
 mod slow_polls;
 mod staging;
