@@ -24,6 +24,7 @@ mod request_batches;
 mod revocations;
 mod segments;
 mod slow_polls;
+mod small_writes;
 mod staging;
 mod topology;
 mod wakeups;
