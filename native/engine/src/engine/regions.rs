@@ -55,6 +55,19 @@ impl Drop for RegionInner {
     }
 }
 
+/// A use of a region's memory by a thread of this process.
+struct LocalUse<'a>(&'a RegionInner);
+
+impl Drop for LocalUse<'_> {
+    fn drop(&mut self) {
+        self.0.memory.users.fetch_sub(1, SeqCst);
+        // Either this thread sees the revocation, or that one sees no user.
+        if self.0.closed.load(SeqCst) {
+            self.0.shared.reap();
+        }
+    }
+}
+
 /// A registered memory region of this engine. Cheap to clone; dropping the last clone deregisters.
 ///
 /// The memory itself is released when no peer can reach it any more (MR-1), which may be a moment
@@ -161,9 +174,9 @@ impl Region {
     /// Copies `bytes` to `offset` of this view; for tests and small headers.
     pub fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         crate::api::check_range("region", offset, bytes.len() as u64, self.len)?;
-        self.check_open()?;
+        let _use = self.begin_use()?;
         self.check_host()?;
-        // SAFETY: in bounds of memory that this region keeps alive.
+        // SAFETY: in bounds of memory that no revocation gives back during the use.
         unsafe {
             let to = (self.addr() + offset as usize) as *mut u8;
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
@@ -177,13 +190,13 @@ impl Region {
     }
 
     /// Calls `f` with the `len` bytes from `offset` of this view. If a peer writes there at the
-    /// same time, the bytes are unspecified.
+    /// same time, the bytes are unspecified. A revocation ends after `f`.
     pub fn with_bytes<T>(&self, offset: u64, len: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T> {
         crate::api::check_range("region", offset, len, self.len)?;
-        self.check_open()?;
+        let _use = self.begin_use()?;
         self.check_host()?;
         let from = (self.addr() + offset as usize) as *const u8;
-        // SAFETY: in bounds of memory that this region keeps alive.
+        // SAFETY: in bounds of memory that no revocation gives back during the use.
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
     }
 
@@ -200,7 +213,7 @@ impl Region {
                 self.with_bytes(offset, len, |bytes| f(i, bytes))
             });
         };
-        self.check_open()?;
+        let _use = self.begin_use()?;
         for &(offset, len) in ranges {
             crate::api::check_range("region", offset, len, self.len)?;
         }
@@ -215,8 +228,8 @@ impl Region {
             }
             at += len;
         }
-        // SAFETY: in bounds of memory that this region keeps alive, and of `host`, which nothing
-        // touches before this returns.
+        // SAFETY: in bounds of memory that no revocation gives back during the use, and of `host`,
+        // which nothing touches before this returns.
         unsafe { copy_now(device, &pieces) }.map_err(|e| EngineError::Resource {
             call: "read",
             cause: e.to_string(),
@@ -234,6 +247,14 @@ impl Region {
     /// Location of the memory.
     pub fn location(&self) -> &Location {
         &self.inner.memory.location
+    }
+
+    /// Begins a use of the memory by this thread. Revocations from now on end after it (MR-1).
+    fn begin_use(&self) -> Result<LocalUse<'_>> {
+        self.inner.memory.users.fetch_add(1, SeqCst);
+        let local_use = LocalUse(&self.inner);
+        self.check_open()?;
+        Ok(local_use)
     }
 
     fn check_host(&self) -> Result<()> {

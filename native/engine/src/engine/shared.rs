@@ -353,7 +353,7 @@ impl Shared {
     }
 
     /// Releases retired regions that no peer can reach any more.
-    fn reap(&self) {
+    pub fn reap(&self) {
         let mut over = Vec::new();
         {
             let mut retiring = self.retiring.lock();

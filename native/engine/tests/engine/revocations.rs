@@ -114,3 +114,20 @@ fn mr_1_writes_of_one_call_read_no_memory_whose_revocation_has_ended() {
         memory_is_used_only_before_its_revocation_ends(transport, true, write);
     }
 }
+
+#[test]
+fn mr_1_a_revocation_ends_after_what_its_owner_reads() {
+    let engine = engine(TransportKind::Shm);
+    let mut memory = vec![1u8; 64].into_boxed_slice();
+    // SAFETY: the memory outlives the region's registration, and only this test uses it.
+    let region = unsafe { engine.register(memory.as_mut_ptr() as usize, 64, None) }.unwrap();
+    let revocation = region
+        .with_bytes(0, 64, |_| {
+            let revocation = region.revoke().unwrap();
+            assert!(revocation.wait(Duration::from_millis(100)).is_none(), "bytes are in use");
+            revocation
+        })
+        .unwrap();
+    revocation.wait(TIMEOUT).unwrap().unwrap();
+    assert!(matches!(region.get(0, 1), Err(EngineError::Stale { .. })));
+}
