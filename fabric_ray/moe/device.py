@@ -30,7 +30,7 @@ from fabric_ray.kernels import (
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.steps import MEETING_WORDS
 from fabric_ray.moe import device_waits
-from fabric_ray.moe.device_memory import KernelResources, is_captured, leave, settle
+from fabric_ray.moe.device_memory import KernelResources, Turns, leave, settle
 from fabric_ray.moe.mailbox import MAX_TICKET, DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import (
@@ -100,7 +100,7 @@ class DeviceSteps:
         self._ticket, self._tickets = 0, itertools.count()
         """Of the dispatch under way, 0 in a CUDA graph."""
         self._cast: tuple[Tensor, Tensor] | None = None
-        self._caller = threading.Lock()
+        self._caller, self._turns = threading.Lock(), Turns(device)
         self._direct, self._expert_rows = direct, expert_rows
 
         self._box = box = Mailbox(native, rank, device, launcher, self._launches)
@@ -315,7 +315,8 @@ class DeviceSteps:
         with self._in_phase("combine_answers", _Phase.ANSWERED):
             with self._launching():
                 missing = self._box.missing(self._sizes.ranks)
-            return self._single(missing, self._tokens)
+            with self._turns.next():
+                return self._single(missing, self._tokens)
 
     def combine_recv(
         self,
@@ -398,10 +399,9 @@ class DeviceSteps:
     def _launching(self) -> Iterator[bool]:
         """Whether a graph is captured. Leaves the exchange if a call was launched only in part:
         later calls would wait for the rest."""
-        captured = is_captured(self._device)
-        self._used.by_graph |= captured
         try:
-            with self._launches.together():
+            with self._turns.next() as captured, self._launches.together():
+                self._used.by_graph |= captured
                 yield captured
         except BaseException:
             if self._launches.launched:

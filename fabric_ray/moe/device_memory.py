@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -74,6 +75,52 @@ def is_captured(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):  # torch asks for the stream of the current GPU
         return torch.cuda.is_current_stream_capturing()
+
+
+class Mark:
+    """A place in what a device's current stream has been given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.current_stream(device)
+        self._captured = is_captured(device)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(self.stream)
+
+    def wait(self) -> None:
+        """What follows on the current stream waits for it, if both are of the same capture, or of
+        none: a capture begins when the device is done, and a graph is over where its stream is. A
+        stream that isn't captured joins the capture, as streams do that wait for its events."""
+        if self._is_captured() if self._captured else not is_captured(self._device):
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def _is_captured(self) -> bool:
+        """Whether its stream is captured now."""
+        with torch.cuda.stream(self.stream):
+            return torch.cuda.is_current_stream_capturing()
+
+
+class Turns:
+    """Has what an exchange launches run one after the other, on whichever streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: Mark | None = None
+
+    @contextmanager
+    def next(self) -> Iterator[bool]:
+        """Launches what is in it behind what was launched before; whether it is captured."""
+        captured = is_captured(self._device)
+        if self._device.type != "cuda":
+            yield captured
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last.stream != stream:
+            self._last.wait()
+        try:
+            yield captured
+        finally:
+            self._last = Mark(self._device)
 
 
 def leave(native: MoeExchange, used: KernelResources) -> None:

@@ -278,7 +278,8 @@ class ElasticBuffer(ElasticCalls):
             received = (received[0], by_columns(received[1]))
         # The handle's own is what later dispatches go by.
         idx = None if do_expand else made.recv_topk_idx.clone()
-        return received, idx, weights, made, behind(tokens, async_with_compute_stream)
+        event = behind(async_with_compute_stream, tokens, scales, topk_idx, topk_weights)
+        return received, idx, weights, made, event
 
     def combine(
         self,
@@ -328,7 +329,8 @@ class ElasticBuffer(ElasticCalls):
         sums = self._sums(handle.way, answers, bias).to(x.dtype)
         if weights is not None:
             weights = self._normal.receive(handle.way, weights.contiguous())
-        return sums, weights, behind(x, async_with_compute_stream)
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        return sums, weights, behind(async_with_compute_stream, x, topk_weights, *biases)
 
     def _sends_float32(self, do_expand: bool) -> bool:
         """Whether sums that are made before answers arrive aren't rounded."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe.device_memory import is_captured
+from fabric_ray.moe.device_memory import Mark
 
 
 class EventHandle:
@@ -105,29 +105,6 @@ class EventOverlap:
         self.current_stream_wait(release)
 
 
-class Mark:
-    """A place in what a device's current stream has been given."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.current_stream(device)
-        self._captured = self._is_captured()
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(self._stream)
-
-    def wait(self) -> None:
-        """What follows on the current stream waits for it, if both are of the same capture, or of
-        none: a capture begins when the device is done, and a graph is over where its stream is. A
-        stream that isn't captured joins the capture, as streams do that wait for its events."""
-        if self._is_captured() if self._captured else not is_captured(self._device):
-            torch.cuda.current_stream(self._device).wait_event(self.event)
-
-    def _is_captured(self) -> bool:
-        """Whether its stream is captured now."""
-        with torch.cuda.stream(self._stream):
-            return torch.cuda.is_current_stream_capturing()
-
-
 class Streams:
     """On which streams of a device calls run: torch's current one, or one beside it."""
 
@@ -201,9 +178,12 @@ def captured(device: torch.device | None = None) -> EventOverlap:
     return EventOverlap(EventHandle(device))
 
 
-def behind(tensor: Tensor, asynchronous: bool) -> EventOverlap:
-    """An event behind what made a tensor; none where the host made it, unless the caller asked
-    for an event."""
-    if tensor.is_cuda:
-        return captured(tensor.device)
+def behind(asynchronous: bool, first: Tensor, *others: Tensor | None) -> EventOverlap:
+    """An event behind the call that read these tensors; none where the host made it, unless the
+    caller asked for an event. As in DeepEP, tensors of such a call may be let go of on the stream
+    that made them."""
+    if asynchronous:
+        keep(first, *(tensor for tensor in others if tensor is not None))
+    if first.is_cuda:
+        return captured(first.device)
     return captured() if asynchronous else EventOverlap()

@@ -27,6 +27,7 @@ from fabric_ray.errors import (
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Comm, agree
+from fabric_ray.moe.deepep.event import keep
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
 from fabric_ray.moe.deepep.ways import Handle, handle_fields
 from fabric_ray.moe.exchanges import AnyExchange, Exchanges, used_by_graphs
@@ -225,6 +226,8 @@ class Normal:
         self._last = lane.exchange
         gone = self._follow(lane)
         lane.exchange.dispatch_send(x, ranks_of, **parts)
+        # A handle may be used on another stream than its own, and let go of there.
+        keep(ranks_of)
         got = lane.receive(None if handle is None else handle.rows)
         self._exchanges.check_whole(lane.exchange)
         if handle is not None:
@@ -303,6 +306,7 @@ class Normal:
         lane = self._lane(form)
         self._follow(lane)
         lane.exchange.dispatch_send(nothing, handle.ranks_of)
+        keep(handle.ranks_of)
         self._check_ways(handle, lane, len(lane.receive(handle.rows).x))
         return self._answered(lane, y[: handle.rows], dtype)
 

@@ -49,7 +49,7 @@ class NormalCalls(SharedCalls):
             of_nodes,
             layout.tokens_per_expert,
             layout.in_rank,
-            self._behind(topk_idx, async_finish),
+            self._behind(async_finish, topk_idx),
         )
 
     def dispatch(
@@ -116,7 +116,8 @@ class NormalCalls(SharedCalls):
             form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
             received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return shaped(received), None, None, None, None, self._behind(tokens, async_finish)
+            event = self._behind(async_finish, tokens, scales)
+            return shaped(received), None, None, None, None, event
 
         try:
             tokens, scales, shaped = pair_of(x)
@@ -165,7 +166,9 @@ class NormalCalls(SharedCalls):
             found = self._normal.read(ways.tally(idx, local))
         if not num_worst_tokens:
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return shaped(received), idx, weights, counts, made, self._behind(tokens, async_finish)
+        used = (scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        event = self._behind(async_finish, tokens, *used)
+        return shaped(received), idx, weights, counts, made, event
 
     def combine(
         self,
@@ -209,12 +212,13 @@ class NormalCalls(SharedCalls):
         sums, weights = self._sums(handle, x, bias), None
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
-        return sums, weights, self._behind(x, async_finish)
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        return sums, weights, self._behind(async_finish, x, topk_weights, *biases)
 
     def _given_up(self) -> list[int]:
         """Ranks that take no part any more."""
         raise NotImplementedError
 
-    def _behind(self, tensor: Tensor, asynchronous: bool) -> EventOverlap:
-        """An event behind what made the tensor."""
-        return behind(tensor, asynchronous).naming(self._given_up)
+    def _behind(self, asynchronous: bool, first: Tensor, *others: Tensor | None) -> EventOverlap:
+        """An event behind the call that read the tensors."""
+        return behind(asynchronous, first, *others).naming(self._given_up)

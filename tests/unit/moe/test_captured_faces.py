@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabric_ray import errors
-from fabric_ray.moe import cast, device, nixl_ep
+from fabric_ray.moe import cast, device_memory, nixl_ep
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer, shared_calls
 from fabric_ray.moe.deepep import buffer as deepep_buffer
 from fabric_ray.moe.deepep.hybrid import indices_to_map
@@ -30,7 +30,7 @@ Capture: TypeAlias = Callable[[], Any]
 def captured(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """A capture of the calls of this thread."""
     threads: set[int] = set()
-    for where in (device, shared_calls):
+    for where in (device_memory, shared_calls):
         monkeypatch.setattr(where, "is_captured", lambda _: threading.get_ident() in threads)
 
     @contextmanager

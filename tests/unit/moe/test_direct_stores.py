@@ -22,7 +22,7 @@ from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
 from fabric_ray.kernels.steps import StepKind
-from fabric_ray.moe import AllToAll, device, device_memory
+from fabric_ray.moe import AllToAll, device_memory
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
 from tests.examples import by_turns
 from tests.host_graph import Graph
@@ -437,7 +437,6 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
 ) -> None:
     """What it uses is kept, every wait of its ends at once, its peer's rows stay as they are."""
     monkeypatch.setattr(device_memory, "is_captured", lambda _: True)
-    monkeypatch.setattr(device, "is_captured", lambda _: True)
     monkeypatch.setattr(device_memory, "_KEPT_FOR_GRAPHS", [])
     graphs = [Graph(), Graph()]
     room = 2 * TOKENS

@@ -313,6 +313,21 @@ def normal(
     event: EventOverlap | None = None,
 ) -> tuple[torch.Tensor, EventOverlap]:
     asks = {"async_finish": True, "allocate_on_comm_stream": event is not None}
+    y, handle = experts_answered(comm, buffer, x, idx, w, event)
+    out, _, event = buffer.combine(y, handle, previous_event=Buffer.capture(), **asks)
+    return out, event
+
+
+def experts_answered(
+    comm: ThreadComm,
+    buffer: Buffer,
+    x: torch.Tensor,
+    idx: torch.Tensor,
+    w: torch.Tensor,
+    event: EventOverlap | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """This rank's answers to a normal dispatch, and its handle."""
+    asks = {"async_finish": True, "allocate_on_comm_stream": event is not None}
     per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(
         idx, EXPERTS, previous_event=event, **asks
     )
@@ -325,8 +340,7 @@ def normal(
         for e in range(2):
             made = expert(comm.rank() * 2 + e, rows).float() * weights[:, k, None]
             y += torch.where(local[:, k, None] == e, made, 0.0)
-    out, _, event = buffer.combine(y, handle, previous_event=Buffer.capture(), **asks)
-    return out, event
+    return y, handle
 
 
 @pytest.mark.parametrize(("zero_copy", "seed"), by_turns([False, True], SEEDS))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fabric_ray import errors
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.steps import StepKind
-from fabric_ray.moe import AllToAll, device
+from fabric_ray.moe import AllToAll, device, device_memory
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer, ways
 from tests.host_kernels import Host, StepByStep
 from tests.moe_ranks import WAIT, ThreadComm, batch, on_all_ranks
@@ -188,7 +188,7 @@ def test_counts_are_those_of_the_local_experts(host: Host) -> None:
 def test_a_captured_dispatch_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     with joined([host.another()], **SIZES) as [a]:
         x, idx, _ = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        monkeypatch.setattr(device, "is_captured", lambda _: True)
+        monkeypatch.setattr(device_memory, "is_captured", lambda _: True)
         a.dispatch_send(x, idx)
         with pytest.raises(errors.Unsupported, match="in a CUDA graph"):
             a.arriving()

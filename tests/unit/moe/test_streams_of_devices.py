@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,10 @@ class OnOther(torch.Tensor):
 
     device = OTHER
     is_cuda = True
+    used_on: Any = None
+
+    def record_stream(self, stream: Any) -> None:
+        self.used_on = stream
 
 
 @pytest.fixture
@@ -85,7 +90,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_an_event_is_behind_what_made_the_tensor(cuda: Cuda) -> None:
-    overlap = behind(torch.zeros(1).as_subclass(OnOther), asynchronous=True)
+    tensor = torch.zeros(1).as_subclass(OnOther)
+    overlap = behind(True, tensor)
+    assert tensor.used_on is cuda.streams[OTHER]
     assert isinstance(overlap.event, EventHandle)
     overlap.current_stream_wait()
     [waited] = cuda.streams[OTHER].waits

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabric_ray import errors
-from fabric_ray.moe import AllToAll, device, nixl_ep
+from fabric_ray.moe import AllToAll, device, device_memory, nixl_ep
 from fabric_ray.moe.deepep import Buffer, shared_calls
 from tests.host_graph import Graph
 from tests.host_kernels import Host
@@ -92,7 +92,7 @@ Capture: TypeAlias = Callable[[], Any]
 def captured(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """A capture of the calls of this thread."""
     threads: set[int] = set()
-    for where in (device, shared_calls):
+    for where in (device_memory, shared_calls):
         monkeypatch.setattr(where, "is_captured", lambda _: threading.get_ident() in threads)
 
     @contextmanager
