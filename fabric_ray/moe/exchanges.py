@@ -79,6 +79,8 @@ class Exchanges:
         self.timeout = timeout
         self._made: list[AnyExchange] = []
         self._masked: dict[int, str] = {}
+        self._said: dict[int, str] = {}
+        """Ranks that said themselves that they take no part any more."""
         self._asked: set[int] = set()
         """Ranks that the caller masked."""
         self._lost_first: set[int] = set()
@@ -214,6 +216,7 @@ class Exchanges:
         """Goes on without a rank that has said that it takes no part any more."""
         with self._lock:
             self._masked.setdefault(rank, cause)
+            self._said[rank] = cause
             self._lost_first.add(rank)
             made = list(self._made)
         for one in made:
@@ -230,7 +233,9 @@ class Exchanges:
             told = {r for one in self._made if isinstance(one, AllToAll) for r in one.given_up_by}
             # A rank that was lost here first leaves this one out in turn.
             self._left_out_by |= told - self._lost_first - self._asked
-            return dict(self._masked) | lost | dict.fromkeys(self._left_out_by, _LEFT_OUT)
+            # One that has left is met as a lost link, too.
+            causes = self._masked | lost | self._said
+            return causes | dict.fromkeys(self._left_out_by, _LEFT_OUT)
 
     def _lost_in(self, exchange: AnyExchange) -> list[tuple[int, str]]:
         """Ranks that an exchange has lost, and why."""
@@ -330,6 +335,7 @@ class Exchanges:
         with self._lock:
             others = (r for r in mine if rank is not None and rank not in (r, me))
             self._masked = {r: mine[r] for r in others}
+            self._said = {r: cause for r, cause in self._said.items() if r in self._masked}
             self._asked &= self._masked.keys()
             self._left_out_by.clear()
             self._lost_first.clear()

@@ -265,6 +265,24 @@ def test_ranks_go_on_without_one_that_destroys_its_buffer_where_they_call_dispat
     comm.all_gather(b"")
 
 
+@on_all_ranks(2)
+def test_a_rank_that_says_that_it_leaves_is_not_called_unreachable(comm: ThreadComm) -> None:
+    """Ranks that write to it once more meet a link that they can't make again."""
+    buffer = Buffer(low_latency_mode=True, enable_shrink=True, comm=comm)
+    x, idx, w = batch(comm.rank(), 8, 4, 2, 256)
+    y, _, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+    assert isinstance(y, torch.Tensor)
+    buffer.low_latency_combine(y, idx, w, handle)
+    comm.all_gather(b"")
+    if comm.rank() == 0:
+        for exchange in buffer._exchanges._made:
+            exchange.mask(1, "no transport reaches it")
+        buffer._exchanges.lose(1, "it has destroyed its buffer")
+        assert buffer.lost == {1: "it has destroyed its buffer"}
+    comm.all_gather(b"")
+    buffer.destroy()
+
+
 @pytest.mark.parametrize(
     ("half", "again"), [("dispatch_recv", False), ("dispatch_recv", True), ("combine_recv", False)]
 )
